@@ -189,19 +189,21 @@ def check_history(**kwargs: Any) -> Messages:
     return [_message("W008", text, hint)]
 
 
-def _shared(number: str, loss: str, hint: str, *others: type) -> Messages:
+def _shared(number: str, loss: str, hint: str, *excluded: type) -> Messages:
     """Return a warning if other code uses the place of the locks as a cache.
 
-    About a cache of the classes in ``others`` another check says this.
+    Another check reports the caches of the classes in ``excluded``.
     """
     alias = conf.cache
     store = find_store(alias)
-    if store is None or isinstance(store.cache, others):
+    if store is None or isinstance(store.cache, excluded):
         return []
     users = []
     for other in settings.CACHES:
+        if other == alias:
+            continue
         other_store = find_store(other)
-        if other != alias and other_store and other_store.places & store.places:
+        if other_store is not None and other_store.places & store.places:
             users.append(f"CACHES[{other!r}]")
     if not users and alias == "default":
         users = ["other code"]

@@ -520,6 +520,25 @@ def pass_entries_at_the_end(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(unique.QueuedCall, "_take_over", take_over)
 
 
+class _Striking:
+    """The lock of a lease's renewals, at whose first release a signal raises an error."""
+
+    def __init__(self, error: Exception) -> None:
+        self.signals = [error]
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *exc_info: object) -> None:
+        if self.signals:
+            raise self.signals.pop()
+
+
+def signal_after_taking_over(task: Any, error: Exception) -> None:
+    """Let a signal raise an error in the body of a task, when a successor has its entry."""
+    vars(task.request.singletask_queued_call.running)["_renewing"] = _Striking(error)
+
+
 # The numbers of calls that replace each other
 
 

@@ -171,7 +171,7 @@ class Writer(Background):
     def __init__(self) -> None:
         self.events: deque[LockEvent] = deque()
         self.lost = 0  # events that were dropped or cannot be written
-        self.batches = 0  # how many batches of events threads have taken and are writing
+        self.batches = 0  # batches of events that a thread has taken and is writing
         self.stopping = False
         self.open_connections: list[Any] = []  # the connections of the thread
         self.failing_since: float | None = None

@@ -130,7 +130,8 @@ def prune(
         pks, times, tokens = zip(*oldest, strict=True)
         calls = rows.values_list("pk", flat=True).blocked_by(tokens)  # type: ignore[attr-defined]
         with undivided(connections[rows.db]):
-            doomed = list(dict.fromkeys([*calls, *pks]))[: min(batch, limit)]
+            each_once = dict.fromkeys([*calls, *pks])
+            doomed = list(each_once)[: min(batch, limit)]
             gone = rows.filter(pk__in=doomed).delete()[0]
         limit -= gone
         yield gone

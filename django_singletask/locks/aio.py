@@ -44,7 +44,8 @@ class Threads:
 
     def __init__(self) -> None:
         self.jobs: Any = queue.SimpleQueue()
-        # Re-entrant: the garbage collector can close a coroutine inside, which then adds a job.
+        # Re-entrant: while a thread holds this lock, the garbage collector can close a coroutine,
+        # which then adds a job.
         self.counting = threading.RLock()
         self.unfinished = 0
         self.threads = 0
@@ -60,7 +61,9 @@ class Threads:
     def run(self) -> None:
         while True:
             with suppress(queue.Empty):
-                self.jobs.get(timeout=IDLE)()  # a variable would keep its lock
+                # The job is called at once: a variable would keep it, and the lock in it, for as
+                # long as this thread waits for the next job.
+                self.jobs.get(timeout=IDLE)()
                 with self.counting:
                     self.unfinished -= 1
                 continue

@@ -130,7 +130,7 @@ def call_key(
     if partial:
         required = lock_on
         if is_named:
-            required = ()  # one that lock_name needs is noticed when the name is made
+            required = ()  # a missing argument that lock_name needs is an error of named_key()
     arguments = parameters.bind(task, args, kwargs, required, defaults=is_named)
     if lock_name is not None:
         return named_key("lock_name", lock_name, task, parameters, arguments, shown)
@@ -160,9 +160,10 @@ def named_key(
 ) -> LockKey:
     """Return the name and key that ``lock_name`` makes of these arguments; NO_LOCK for None.
 
-    ``option`` is what the user calls ``lock_name``. If anything is ``shown`` instead of the
-    arguments, the readable name has a mark in place of what was made of them. Raises ``TypeError``
-    if ``lock_name`` cannot be filled, and ``ValueError`` if its result is no valid name.
+    ``option`` is what the user calls ``lock_name``. If a text is ``shown`` instead of the
+    arguments, they must not be seen, so the readable name has a mark instead of their values.
+    Raises ``TypeError`` if ``lock_name`` cannot be filled, and ``ValueError`` if its result is no
+    valid name.
     """
     if callable(lock_name):
         what = f"the result of {option} of {task}"

@@ -230,7 +230,7 @@ class Lease:
         The entry of a dead holder is freed first. Raises :class:`LockUnavailable`. If this raises,
         or a signal ends it, what a request may have taken is released in the background.
 
-        For asyncio code, :func:`django_singletask.locks.aio.take` is the same loop.
+        ``Attempts.take()`` in aio.py is the same loop for asyncio code.
         """
         until = clock.now() + wait
         pause = min(POLL, wait / 16)
@@ -753,8 +753,8 @@ class Lease:
                 f"{self} has {self.holder.slots} slots, so several runs hold it at once, "
                 "and a fencing token cannot order their writes. Use a lock with one slot."
             )
-        # Not during a renewal, which may take a forgotten entry again. A token that is drawn before
-        # this process knows about that is greater than the token of the run in between:
+        # Not during a renewal, which may take a forgotten entry again. If this process draws a
+        # token before it knows that, the token is greater than that of the run in between:
         #
         #   renewal:    (entry gone)                      taken again ................. retaken = 1
         #   body:                                                       draws 9, writes stale data

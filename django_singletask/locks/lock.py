@@ -264,15 +264,13 @@ class TaskLock:
 
     def _meet_conflict(self, lease: Lease, wait: float) -> bool:
         """Do what the options say about a lock that is held by another holder; return False."""
-        reason = "skip"
-        if lease.is_behind_itself:
-            reason = "wait"
-        elif lease.in_block and self.on_conflict == "raise":
-            reason = "wait" if wait else "raise"
-        if reason != "skip":
-            lease.report_conflict(reason, "failed")
+        if lease.is_behind_itself or (lease.in_block and self.on_conflict == "raise"):
+            policy = "raise"
+            if wait:
+                policy = "wait"
+            lease.report_conflict(policy, "failed")
             raise lease.conflict(self)
-        lease.report_conflict(reason, "skipped")
+        lease.report_conflict("skip", "skipped")
         if not lease.in_block:
             vars(self).pop("_user", None)
         return False
@@ -299,9 +297,6 @@ class TaskLock:
                 f"This TaskLock of {self.name} is in use: an object serves one acquisition at a "
                 "time. Create one for each use: with TaskLock(…):"
             )
-
-    def _end_use(self) -> None:
-        vars(self).pop("_user", None)
 
     def _stop(self, origin: Origin, error: BaseException) -> None:
         """End an acquisition that failed: by a conflict, or by a signal, perhaps after the take."""
@@ -335,7 +330,7 @@ class TaskLock:
             raise
         finally:
             lease.leave_block()
-            self._end_use()
+            vars(self).pop("_user", None)
 
     # A lock that outlives its process
 
@@ -537,7 +532,7 @@ class TaskLock:
     def _end_use_outside_block(self, lease: Lease) -> None:
         """Let the object be used again, unless a block uses it."""
         if lease.outer_block is None:
-            self._end_use()
+            vars(self).pop("_user", None)
 
 
 def conflict_of(lock: TaskLock) -> LockConflict:
@@ -566,7 +561,8 @@ def show(lease: Lease) -> TaskLock:
         at_least=lease.at_least,
     )
     lock._lease = lease  # noqa: SLF001
-    lock._user = lease.origin  # noqa: SLF001 - the delivery uses it until its end
+    # Until its end the delivery uses this lock, so the body can neither enter nor acquire it.
+    lock._user = lease.origin  # noqa: SLF001
     lease.task_lock = weakref.ref(lock)
     if lease.delivery is not None:
         lease.delivery().shown_lock = lock

@@ -113,9 +113,10 @@ class Renewer(Background):
         #   keep():    shortest is 60: no wake                              adds
         #   thread:                              shortest = inf   no lease        sleeps
         #
-        # The end of a lease that was not dropped calls back. No function in Python may be called
-        # there, because Python ignores the error of a signal that strikes in it. Nor is the thread
-        # woken: it ticks as long as the name of a lease is here, and that of a block stays.
+        # If nothing refers to a lease any more, and it was not dropped, at_end is called. That must
+        # not be a function in Python, because Python ignores the error of a signal that strikes in
+        # it. Nor need the thread be woken: it ticks as long as ``leases`` has a name, and the name
+        # of a block's lease stays there.
         name = lease.token, lease.key
         at_end: Callable[..., object] = partial(self.leases.pop, name)
         if lease.in_block:

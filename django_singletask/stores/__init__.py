@@ -125,14 +125,16 @@ def choose(cache: Any) -> tuple[str, str]:
     if hasattr(cache, "_client_cls"):  # CLIENT_CLASS of django-redis or django-valkey, loaded
         classes["clients"] = cache._client_cls  # noqa: SLF001
     path = ""
+    store = ""
     for kind, cls in classes.items():
         name, reason = _look_up(cls, kind)
         if name in own:
             return own[name], ""
         if reason:
             return path, reason
-        path = f"{__name__}.{STORES[name]}"
-    if STORES[name] == CLUSTER and "{" in cache.make_key(LONGEST_KEY):
+        store = STORES[name]
+        path = f"{__name__}.{store}"
+    if store == CLUSTER and "{" in cache.make_key(LONGEST_KEY):
         # A cluster chooses the node by what follows the first "{", not by the tag of the group.
         return path, 'its KEY_PREFIX or KEY_FUNCTION puts "{" into the keys'
     if hasattr(cache, "cache_model_class"):  # a DatabaseCache
@@ -273,7 +275,7 @@ def get_store(alias: str) -> Store:
 
 
 def look_at_epoch() -> None:
-    """Read the epoch of the cache if it can forget its locks, in a background thread."""
+    """Read the epoch of the cache, with a short time limit: for background threads."""
     store = get_store(conf.cache)
     store.limit(LOOK_WITHIN)
     store.look()

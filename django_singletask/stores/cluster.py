@@ -409,10 +409,10 @@ class ClusterStore(RedisStore):
         if groups:
             self.look_at(groups)
             return
-        changes = self.epoch.changes
+        changes_before = self.epoch.changes
         unknown = [group for group in TAGS if not self.map.epochs[group].value]
         self.look_at({*unknown, *self.one_of_each()})
-        if self.epoch.changes != changes:
+        if self.epoch.changes != changes_before:  # look_at() has noted another epoch
             self.look_at(TAGS)
 
     def look_at(self, groups: Iterable[int]) -> None:

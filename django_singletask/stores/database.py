@@ -155,6 +155,7 @@ class DatabaseStore(Store):
         self, cache_key: str, text: str, lease: float, *, condition: str, params: Sequence[Any] = ()
     ) -> Any:
         """Write a row if its ``condition`` with these ``params`` is true; return the row count."""
+        # ``then`` has the placeholder of the lease.
         update = f"UPDATE {self.quoted} SET value = %s, expires = {self.then} WHERE cache_key = %s"
         return self.execute(f"{update} AND {condition}", [text, lease, cache_key, *params])
 

@@ -433,8 +433,8 @@ class RedisStore(Store):
         """Connect, and note the server: another one may have forgotten the locks."""
         connection.connect()  # with the retries of the options
         connection.waiting = watch(connection._sock)  # noqa: SLF001
-        # The look of the parser, in its buffer and then at the socket, without that of the client,
-        # which first writes an error message for the case of an error.
+        # The parser looks into its buffer and then at the socket. The client's can_read() calls it,
+        # but first makes the text of an error that there may be.
         parser = connection._parser  # noqa: SLF001
         connection.has_more = getattr(parser, "can_read", connection.can_read)
         connection.send_command("INFO", "server")
@@ -470,7 +470,8 @@ class RedisStore(Store):
     ) -> str | dict[str, Entry]:
         keys = [self.epoch_key, *map(self.make_key, slots.keys)]
         read = partial(slot_or_entries, slots.keys)
-        script = read, "EVALSHA", SHA[TAKE], len(keys), *keys, value, max(1, int(lease * 1000))
+        milliseconds = max(1, int(lease * 1000))
+        script = read, "EVALSHA", SHA[TAKE], len(keys), *keys, value, milliseconds
         several: Request = ()
         if slots.allowed > 1 or slots.mark:
             several = slots.allowed, slots.mark
@@ -485,7 +486,7 @@ class RedisStore(Store):
             (taken,) = self.ask(request, takes=heeds_epoch)
             if taken:
                 return taken
-            self.look()  # if the epoch has changed, the next check raises
+            self.look()  # notes the epoch; if it has changed, the next ask() raises Forgotten
         raise Forgotten(HOLD_BACK)
 
     def insert(self, key: str, value: bytes, lease: float) -> Any:

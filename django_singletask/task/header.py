@@ -84,7 +84,7 @@ class Header:
             return None
         header = cls(task_id, task)
         version = wire.get("version", VERSION)
-        if isinstance(version, int) and version > VERSION:
+        if isinstance(version, int) and version > VERSION:  # other fields may mean something else
             wire = {field: wire[field] for field in ("name", "key") if field in wire}
         for field, value in wire.items():
             if field not in TYPES:  # a newer header may have other fields
@@ -99,7 +99,7 @@ class Header:
             header.options = {name: header.options[name] for name in NAMES & header.options.keys()}
             if header.options.get("lock_wait") == ENDLESS:
                 header.options["lock_wait"] = math.inf
-            # A call of an older version, which is on its way, must not fail: it runs in its turn.
+            # Older versions had the policy "rerun". Their call must still run: it waits.
             if header.options.get("on_conflict") == "rerun":
                 header.options["on_conflict"] = "requeue"
         return header

@@ -237,9 +237,10 @@ class LockOptions(SimpleNamespace, Attributes):
         if not isinstance(overrides, Mapping):
             raise TypeError(f"lock_options of {task.name} must be a dict, not {overrides!r}.")
         where = f"in lock_options of {task.name}"
-        for name in sorted(map(str, overrides.keys() - NAMES)):
-            hint = guess(name, default=ALL)
-            raise TypeError(f"{name!r} {where} is unknown; {hint}")
+        unknown = sorted(map(str, overrides.keys() - NAMES))
+        if unknown:
+            hint = guess(unknown[0], default=ALL)
+            raise TypeError(f"{unknown[0]!r} {where} is unknown; {hint}")
         for names, error in cls.of(task, overrides).problems(where):
             if not isinstance(error, Warning) and not overrides.keys().isdisjoint(names):
                 raise error
@@ -288,13 +289,12 @@ class LockOptions(SimpleNamespace, Attributes):
             yield self._no_effect(where, "on_duplicate", "unique_until")
         if self.on_skip is not None and policy != "skip":
             yield self._no_effect(where, "on_skip", "on_conflict")
-        # An outage and a newer call return skip_result, too.
-        if self.skip_result is None or self.on_outage == "skip" or replaces:
-            return
-        if policy != "skip":
-            yield self._no_effect(where, "skip_result", "on_conflict")
-        if self.on_skip is not None:
-            yield self._no_effect(where, "skip_result", "on_skip")
+        # A call that is skipped in an outage, or replaced by a newer one, returns skip_result, too.
+        if self.skip_result is not None and self.on_outage != "skip" and not replaces:
+            if policy != "skip":
+                yield self._no_effect(where, "skip_result", "on_conflict")
+            if self.on_skip is not None:
+                yield self._no_effect(where, "skip_result", "on_skip")
 
     def _exclusion(self, where: str, one: str, other: str) -> Problem:
         text = f"{self._text_of(one)} and {self._text_of(other)} {where} cannot be combined. {WHY}"

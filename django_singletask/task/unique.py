@@ -206,18 +206,18 @@ class QueuedCall:
         """Add the entry; return None if it was added, otherwise the living holder."""
         store = get_store(self.ref.cache)
         slots = Slots((self.ref.key,))
-        for tries in range(MAX_RETRIES, -1, -1):
-            # It protects no run, so it need not wait for holders if the cache forgot its locks.
+        for retries in range(MAX_RETRIES, -1, -1):
+            # The entry protects no run, so it need not wait for holders that the cache forgot.
             taken = store.take(slots, self.value, seconds, heeds_epoch=False)
             if isinstance(taken, str):
                 self.is_there = True
                 return None
             entry = taken[self.ref.key]
             holder = Holder.decode(entry.value)
-            how = liveness.proof_of_death(holder)
-            if how is None or not tries:
+            proof = liveness.proof_of_death(holder)
+            if proof is None or retries == 0:
                 break
-            self.ref.free_dead(entry, holder, how)
+            self.ref.free_dead(entry, holder, proof)
         return holder
 
     def _replace(self, value: bytes, seconds: float) -> bool:
@@ -309,9 +309,9 @@ class QueuedCall:
         queued = self.holder
         length = self.options.unique_for
         begun = without_process(queued, length, kept=True).encode()
-        # The clocks of both hosts decide if the entry is gone (freed with a killed run, or lost by
-        # the cache), or if the cache does not report its end. A retry adds no entry, because an
-        # operator may have cleared it.
+        # The entry may be gone, because a killed run's entry was freed or because the cache lost
+        # it. Or the cache may not report when it ends. Then the clocks of both hosts decide how
+        # long it lasts. A retry adds no entry, because an operator may have cleared it.
         left = max(0.0, queued.since + length - time.time())
         store = get_store(self.ref.cache)
         entry = self.ref.read()

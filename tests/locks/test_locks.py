@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
+import dataclasses
 import itertools
 import logging
 import math
@@ -720,6 +721,15 @@ class TestOptions:
         settings.SINGLETASK_LOCK_TIMEOUT = 0
         with pytest.raises(ValueError, match="SINGLETASK_LOCK_TIMEOUT"):
             TaskLock("nightly").acquire()
+
+
+def test_a_receiver_cannot_change_an_event(events):
+    with TaskLock("nightly"):
+        pass
+    for event in events:
+        assert isinstance(hash(event), int)
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            event.name = "another"
 
 
 class TestCurrentLock:

@@ -74,12 +74,28 @@ def test_a_store_that_is_down_is_asked_again_until_the_lease_is_over(
     monkeypatch.setattr(connections, "close_all", lambda: None)
     pool = watcher.Watcher()
     now = time.monotonic()
-    free = partial(accepted(hold, "a").free, hold.lock("a"), "process 1 is gone")
+    run = accepted(hold, "a")
+    ref, options = run.find_lock()
+    free = partial(run.free, ref, options.lock_slots, "process 1 is gone")
     pool.to_free = [(now + 100, free), (now - 1, free)]
     pool.free()
     assert pool.to_free == [(now + 100, free)]
     pool.free()
     assert caplog.text.count("not freed yet") == 1
+    assert "cannot be used" in caplog.text
+
+
+@pytest.mark.parametrize("options", [{"lock_timeout": "60"}, {"lock_slots": "3"}])
+def test_a_message_with_options_of_wrong_types_does_not_stop_the_check_of_others(
+    monkeypatch, options
+):
+    pool = watcher.Watcher()
+    monkeypatch.setattr(watcher, "proof_that_gone", lambda pid, start: "gone")
+    headers = inside.headers_for(hold, token="token", options=options)
+    pool.deliveries = {1: accepted(hold, "a", headers=headers), 2: accepted(hold, "b")}
+    pool.check_processes()
+    assert pool.deliveries == {}
+    assert len(pool.to_free) == 1
 
 
 class TestKilledRun:

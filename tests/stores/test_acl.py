@@ -104,6 +104,14 @@ def test_control_each_command_is_needed(settings, server, command):
     assert command in refused(client)
 
 
+def test_a_refused_script_says_why(settings, server):
+    allow(server, "redis", "-script|load")
+    settings.SINGLETASK_CACHE = "redis"
+    with private_store(settings, "redis", url_of(server)):
+        with pytest.raises(LockError, match=r"permissions to run the 'script\|load' command"):
+            TaskLock("nightly").acquire()
+
+
 def test_control_other_keys_are_refused(settings, server):
     client = allow(server, "another")
     with suppress(Exception):

@@ -537,6 +537,26 @@ class TestSuccessor:
         assert len(requests) == fails
         eventually(lambda: queued_entry(finish, "a").holder() is None)
 
+    def test_a_signal_after_it_took_over_the_entry_gives_the_entry_back(self, sent, body):
+        """
+        body:   sends its successor    soft time limit: goes on
+        entry:  of the successor                                 of the run again
+        """
+
+        def send_and_go_on():
+            inside.signal_after_taking_over(finish, SoftTimeLimitExceeded())
+            with pytest.raises(SoftTimeLimitExceeded):
+                finish.delay("a")
+            seen.append(queued_entry(finish, "a").holder().pid)
+
+        seen = []
+        first = finish.delay("a")
+        body(send_and_go_on)
+        deliver(sent[0], finish)
+        assert seen == [os.getpid()]
+        assert [message["task_id"] for message in sent] == [first.id]
+        assert finish.queued("a") is None
+
 
 class TestAwaited:
     """A call whose end others wait for is sent, and adds the entry if there is none."""
