@@ -312,6 +312,11 @@ class SharesItsConnection(redis.RedisStore):
         self.shared[:] = self.shared or self.connections
         self.connections = self.shared
 
+    def _open(self, connection: Any) -> None:
+        super()._open(connection)
+        # Otherwise the first reply to another process that it finds ends the sharing.
+        connection.waiting = connection.has_more = lambda seconds: False
+
 
 @fails("test_a_child_that_is_forked_during_a_request_can_use_the_cache")
 class KeepsTheLocksOfItsParent(Files):
