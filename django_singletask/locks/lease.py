@@ -427,7 +427,7 @@ class Lease:
                     pass  # a generator may be closed in another context
 
     def leave_block(self) -> None:
-        """End a block of asyncio code; another thread has released the lock."""
+        """End the block, if it has not ended: of asyncio code, or after a signal."""
         outer_block = self.outer_block
         self.outer_block = None
         if outer_block is not None:

@@ -207,7 +207,9 @@ class Delivery:
         except Exception as error:
             if not self.has_ended or error is self.failure:
                 raise
+            # A signal may have come before the block of the lease could end.
             self.lease.leave_body(self.failure)
+            self.lease.leave_block()
             if self.queued_call:
                 self._free(self.queued_call)
             text = "%s: this error came after the body had ended, so it changes nothing."

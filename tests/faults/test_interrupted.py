@@ -313,20 +313,27 @@ def end_of_run(app: Celery, interruption: Interruption, name: str, error: type |
 
 
 def interrupt_each_end(app: Celery, expected: Any, logged: Logged) -> tuple[list[str], ...]:
-    """Return the names of the locks, the places with another result, and those with another log."""
-    names, other_result, other_log = [], [], []
+    """Return the names of the locks, and three lists of places.
+
+    Those with another result, those with another log, and those that leave a current lock.
+    """
+    names, other_result, other_log, left = [], [], [], []
+    results = []  # as somebody keeps the traceback of an error
     error = None if isinstance(expected, str) else expected
     for interruption in interruptions(SoftTimeLimitExceeded):
         names.append(f"place {interruption.number}")
         with_block("connects")
         logged.number = 0
         result = end_of_run(app, interruption, names[-1], error)
+        results.append(result)
+        if current_lock() is not None:
+            left.append(interruption.place)
         if result != expected and type(result) is not expected:
             other_result.append(interruption.place)
         if logged.number != bool(interruption.place):
             other_log.append(interruption.place)
     assert len(names) > 20
-    return names, other_result, other_log
+    return names, other_result, other_log, left
 
 
 @pytest.mark.only_all("shown on another cache", "cluster", "pylibmc", "pymemcache", "db_postgres")
@@ -336,9 +343,10 @@ def test_a_limit_after_the_body_of_a_task_changes_no_result(
     cache_alias, app, expected, logged, settings
 ):
     settings.SINGLETASK_LOCK_TIMEOUT = LEASE
-    names, other_result, other_log = interrupt_each_end(app, expected, logged)
+    names, other_result, other_log, left = interrupt_each_end(app, expected, logged)
     assert_none(other_result, names, "changed the result")
     assert_none(other_log, names, "were not logged once")
+    assert_none(left, names, "left a current lock")
     assert_free_in_the_end(names)
 
 
