@@ -90,7 +90,14 @@ def server_database(engine: str, url: str, **options: object) -> dict[str, objec
 
 def sqlite_database(name: str) -> dict[str, object]:
     file = str(FOLDER / f"{name}.sqlite3")
-    return {"ENGINE": "django.db.backends.sqlite3", "NAME": file, "TEST": {"NAME": file}}
+    return {
+        "ENGINE": "django.db.backends.sqlite3",
+        "NAME": file,
+        "TEST": {"NAME": file},
+        # SQLite does not let writers in by turns: where several write all the time, one may wait
+        # for long if the machine is busy. As the servers, it does not wait for the disk.
+        "OPTIONS": {"timeout": 30, "init_command": "PRAGMA synchronous = OFF"},
+    }
 
 
 DATABASES = {
