@@ -287,5 +287,5 @@ def test_costs_are_those_of_the_benchmarks(title, candidate):
     ],
 )
 def test_times_are_those_of_the_benchmarks(title, candidate):
-    microseconds = float(measured(title, candidate)[0])
+    microseconds = float(measured(title, candidate)[0].replace(",", ""))
     assert f"{microseconds / 1000:.2f} ms" in COSTS
