@@ -95,7 +95,8 @@ def sqlite_database(name: str) -> dict[str, object]:
         "NAME": file,
         "TEST": {"NAME": file},
         # SQLite does not let writers in by turns: where several write all the time, one may wait
-        # for long if the machine is busy. As the servers, it does not wait for the disk.
+        # for long if the machine is busy. Like the servers of the tests, it does not wait for
+        # the disk.
         "OPTIONS": {"timeout": 30, "init_command": "PRAGMA synchronous = OFF"},
     }
 
