@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import datetime
+from datetime import datetime, timedelta
 
 from django.db import models
 from django.utils.translation import gettext_lazy as _
@@ -101,6 +101,7 @@ class TaskLockEvent(models.Model):
     retaken = models.PositiveIntegerField(_("retaken"), default=0)
     retaken_at = models.DateTimeField(_("retaken at"), null=True, blank=True)
     timeout = models.FloatField(_("lease"), default=0, help_text=_("Seconds."))
+    fixed = models.BooleanField(_("fixed lease"), default=False)
     count = models.PositiveIntegerField(_("count"), default=1)
     last_at = models.DateTimeField(_("last at"), null=True, blank=True)
     blocked_by = models.CharField(
@@ -189,9 +190,22 @@ class TaskLockEvent(models.Model):
     @property
     def hold_ended_at(self) -> datetime | None:
         """When the hold of this row ended; None without a hold, or if its end is not known."""
-        if not (self.is_hold and self.outcome):
+        if not self.is_hold:
+            return None
+        if self.outlived_fixed_lease:
+            return self.at + timedelta(seconds=self.timeout)
+        if not self.outcome:
             return None
         return hold_end(self.outcome, self.ended_at, self.noticed_at)
+
+    @property
+    def outlived_fixed_lease(self) -> bool:
+        """Whether this run had a lease that was not renewed, and that ended before the run."""
+        if not self.fixed:
+            return False
+        if self.outcome:
+            return self.outcome in ("expired", "lost")
+        return self.state == "expired"
 
     @property
     def end(self) -> datetime:

@@ -86,6 +86,7 @@ class Migration(migrations.Migration):
                     "timeout",
                     models.FloatField(default=0, help_text="Seconds.", verbose_name="lease"),
                 ),
+                ("fixed", models.BooleanField(default=False, verbose_name="fixed lease")),
                 ("count", models.PositiveIntegerField(default=1, verbose_name="count")),
                 ("last_at", models.DateTimeField(blank=True, null=True, verbose_name="last at")),
                 (

@@ -68,6 +68,28 @@ def test_row_whose_token_is_gone_at_two_looks_is_expired(take):
     assert expired.actor == f"{socket.gethostname()}:{os.getpid()}"
 
 
+def test_fixed_lease_that_expired_ended_when_its_time_was_over(take):
+    token, _value = lose_host(take("nightly", timeout=10, renew=False))
+    for _ in range(2):
+        advance(11)
+        history.sweep()
+    expired = row_of(token)
+    assert expired.outcome == "expired"
+    assert (expired.hold_ended_at - expired.at).total_seconds() == 10
+
+
+def test_fixed_lease_that_was_extended_ended_at_an_unknown_time(take):
+    lock = take("nightly", timeout=10, renew=False)
+    advance(11)
+    history.sweep()  # finds the entry
+    token, _value = lose_host(lock)
+    for _ in range(2):
+        advance(11)
+        history.sweep()
+    expired = row_of(token)
+    assert (expired.outcome, expired.fixed) == ("expired", False)
+
+
 def test_looks_that_are_less_than_a_lease_apart_are_not_enough(take):
     token, _value = lose_host(take("nightly", timeout=10))
     advance(11)

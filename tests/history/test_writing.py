@@ -215,7 +215,7 @@ def test_trouble_of_an_unknown_holder_closes_no_row():
 
 LATER = [NOW + datetime.timedelta(seconds=second) for second in range(9)]
 EVENTS = [
-    event(),
+    event(fixed=True),
     event("retaken", at=LATER[1], retaken=1),
     event("retaken", at=LATER[2], retaken=2),
     event("expired", at=LATER[3], reason="its lease ended"),
@@ -226,7 +226,7 @@ EVENTS = [
 ]
 STRONGEST = ["cleared", "lost", "released", "dead", "expired", "retaken", "acquired"]
 FIELDS = ["at", "ended_at", "noticed_at", "outcome", "result", "reason", "actor", "retaken"]
-FIELDS += ["blocked_by", "longest_renewal_gap", "count"]
+FIELDS += ["blocked_by", "longest_renewal_gap", "count", "fixed"]
 
 
 def written(batches):
