@@ -98,7 +98,7 @@ def why(text: str) -> Why:
     runs = list[TaskLockEvent]()
     if not names:
         with suppress(NoHistory):
-            runs, _complete = find([{"task_id": text}, {"ref": text}], limit=1)
+            runs, _complete = find([select(text)], limit=1)
     names += [*(row.name for row in runs), text]
     # The lock of a run, or the only one of a task.
     lock = next((lock.key for lock in locks if text in (lock.task_id, lock.token)), names[0])
