@@ -554,13 +554,13 @@ def test_history_is_a_table_newest_first():
     row("run", 2, name="now", host="web-1", pid=40, timeout=60)
     ran(0, name="gone", outcome="dead", result="", host="web-1", pid=40)
     ran(0, name="late", outcome="expired", result="")
-    ran(0, name="off", result="postponed", retaken=1)
+    ran(0, name="off", result="postponed")
     lines = [
         re.sub(r"(\d\d-\d\d )?\d\d:\d\d:\d\d", "#", line) for line in locks("history").splitlines()
     ]
     assert lines[0].split() == ["BEGAN", "(UTC)", "ENDED", "LOCK", "WHAT", "HELD", "BY"]
     assert [re.split(r"  +", line.strip()) for line in lines[1:]] == [
-        ["#", "#", "off", "postponed", "1.00s", "unknown, retaken #"],
+        ["#", "#", "off", "postponed", "1.00s", "unknown"],
         ["#", "#", "late", "expired", "≤1.00s", "unknown"],
         ["#", "#", "gone", "dead", "1.00s", "web-1:40"],
         ["#", "running", "now", "held", "-", "web-1:40"],
@@ -594,6 +594,11 @@ def test_history_says_when_a_row_began_and_ended_with_the_date_of_another_day(at
         ["11:55:00", "-", "over"],
         ["11-26 11:59:55", "12:00:00", "nightly"],
     ]
+
+
+def test_history_says_when_a_lock_was_taken_again(at_noon):
+    ran(0, 90, retaken=2)
+    assert locks("history").endswith("  unknown, retaken 11:58:30\n")
 
 
 @pytest.mark.parametrize(
