@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from operator import attrgetter
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 from django_singletask.history.queries import NEWEST, NoHistory, ago, reading
 from django_singletask.locks.keys import QUEUED, LockKey, lock_of_slot
@@ -194,52 +194,61 @@ def _choose_lock(selector: Selector, about: dict[str, Any]) -> tuple[str, str, s
 # In words
 
 
-def facts(why: Why) -> Iterator[tuple[str, str]]:
+class Fact(NamedTuple):
+    """One thing that is known, with its label; ``text`` is empty if it is not known."""
+
+    label: str
+    text: str
+    is_command: bool = False
+    """Whether the text is a command for a shell."""
+
+
+def facts(why: Why) -> Iterator[Fact]:
     """Yield what is known, each fact with its label; an empty one is not known."""
     holder = None
     if why.key and why.held:
         holder = why.held[0]
     if why.run:
-        yield "run", _run(why.run)
+        yield Fact("run", _run(why.run))
     if why.same_name:
-        yield "same name", _join(f"this is {why.key}", *why.same_name)
+        yield Fact("same name", _join(f"this is {why.key}", *why.same_name))
     if why.starving:
         met = words.plural(why.starving.conflicts, "conflict")
-        yield "starving", f"{met} in {duration(why.starving.unmet)}; no run completed"
+        yield Fact("starving", f"{met} in {duration(why.starving.unmet)}; no run completed")
     if holder:
-        yield "held", _state(holder)
+        yield Fact("held", _state(holder))
         if holder.state in ("held", "dead"):
-            yield "lease", _lease(holder)
-            yield "page", words.task_page(holder.task_id)
+            yield Fact("lease", _lease(holder))
+            yield Fact("page", words.task_page(holder.task_id))
     else:  # the locks of a task, if there are any
         for lock in why.held[:SHOWN]:
-            yield "held", f"{lock.name}: {lock.condition}, {_state(lock)}"
+            yield Fact("held", f"{lock.name}: {lock.condition}, {_state(lock)}")
         if len(why.held) > SHOWN:
-            yield "held", f"and {len(why.held) - SHOWN} more"
+            yield Fact("held", f"and {len(why.held) - SHOWN} more")
     yield from _past(why)
     if holder:
         if holder.state == "held":
             if holder.stopped:
-                yield "continue", f"kill -CONT {holder.pid}"
+                yield Fact("continue", f"kill -CONT {holder.pid}", is_command=True)
             kill = f"kill {holder.pid}"
             if holder.task_id:
-                yield "stop", words.stop_command(holder.task_id)
+                yield Fact("stop", words.stop_command(holder.task_id), is_command=True)
                 kill = f"kill -9 {holder.pid}    # if it ignores SIGTERM"
             if holder.alive:
-                yield "stop", kill
-        yield "free", _clear(holder)
+                yield Fact("stop", kill, is_command=True)
+        yield Fact("free", _clear(holder), is_command=True)
         for lock in why.held[1:]:
-            yield "slot", f"{lock.condition}, {_state(lock)}"
-            yield "free", _clear(lock)
+            yield Fact("slot", f"{lock.condition}, {_state(lock)}")
+            yield Fact("free", _clear(lock), is_command=True)
     for lock in why.queued:
         text = _state(lock)
         if lock.conflicts is not None:
             text += f"; {words.plural(lock.conflicts, 'duplicate')}"
-        yield "queued", text
-        yield "forget", _clear(lock)
+        yield Fact("queued", text)
+        yield Fact("forget", _clear(lock), is_command=True)
     for lock in why.expired:
-        yield "expired", _state(lock)
-    yield "history", why.no_history
+        yield Fact("expired", _state(lock))
+    yield Fact("history", why.no_history)
 
 
 def _run(run: TaskLockEvent) -> str:
@@ -256,29 +265,29 @@ def _run(run: TaskLockEvent) -> str:
     return _join(f"{run.holder()}: {words.word(run)} {duration(ago(when))} ago", reason, by)
 
 
-def _past(why: Why) -> Iterator[tuple[str, str]]:
+def _past(why: Why) -> Iterator[Fact]:
     """Yield what the history knows."""
     if why.usual is not None:
         text = f"{words.hold_time(why.usual.median)}, longest {words.hold_time(why.usual.longest)}"
         if why.key and any(lock.slow for lock in why.held):
             text += "; this hold is slow"
-        yield "usual", text
+        yield Fact("usual", text)
     if why.others:
-        yield "others", f"also held: {words.few(why.others)}"
+        yield Fact("others", f"also held: {words.few(why.others)}")
     if not why.no_history:
-        yield "conflicts", _conflicts(why)
+        yield Fact("conflicts", _conflicts(why))
     last = why.completed
     if last:
         when = _ago(last)
         if last.result == "raised":
             when += " with an error"
-        yield "completed", f"{when}, after {words.lasted(last)}, by {last.holder()}"
+        yield Fact("completed", f"{when}, after {words.lasted(last)}, by {last.holder()}")
     elif not why.no_history:
-        yield "completed", "none is recorded"
+        yield Fact("completed", "none is recorded")
     if not why.held:
         for row in why.troubles:
             trouble = f"{' and '.join(row.troubles)} {_ago(row)}"
-            yield "trouble", _join(trouble, str(row.holder()), words.witness(row), row.reason)
+            yield Fact("trouble", _join(trouble, str(row.holder()), words.witness(row), row.reason))
 
 
 STATES = {
