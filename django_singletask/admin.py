@@ -33,7 +33,8 @@ from django_singletask.operators import held, words
 from django_singletask.operators.charts import draw, headline, per_task
 from django_singletask.operators.explain import facts, why
 from django_singletask.operators.held import HeldLock, cannot_ask
-from django_singletask.operators.names import NOT_RECORDED, SCANNED, judge, of_what, recorded_tasks
+from django_singletask.operators.names import recorded_tasks
+from django_singletask.operators.recorded import NOT_RECORDED, SCANNED, judge, of_what
 from django_singletask.operators.starving import starving
 from django_singletask.operators.windows import HOUR, SPANS, Window, window_of
 from django_singletask.task.base import import_tasks, singleton_tasks

@@ -37,7 +37,7 @@ from django_singletask.history import queries, recorder, sweep, writing
 from django_singletask.locks import keys, lease, liveness, parameters, ref, renewal
 from django_singletask.locks import lock as locking
 from django_singletask.management.commands import locks
-from django_singletask.operators import charts, explain, held, names, words
+from django_singletask.operators import charts, explain, held, names, recorded, words
 from django_singletask.operators import starving as starvation
 from django_singletask.signals import LockEvent
 from django_singletask.stores import base, epoch
@@ -765,8 +765,8 @@ BOUNDS = {
     "rows of a window": (queries, "AT_EDGE"),
     "names that a search begins": (queries, "FREQUENT"),
     "tokens of a question": (queries, "BATCH"),
-    "rows of a search": (names, "SCANNED"),
-    "open rows": (names, "OPEN"),
+    "rows of a search": (recorded, "SCANNED"),
+    "open rows": (recorded, "OPEN"),
     "recorded tasks": (names, "RECORDED"),
     "rows of a task": (explain, "NEWEST"),
     "conflicts of what starves": (starvation, "NEWEST"),

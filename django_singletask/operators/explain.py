@@ -18,7 +18,8 @@ from django_singletask.locks.keys import QUEUED, LockKey, lock_of_slot
 from django_singletask.models import TaskLockEvent
 from django_singletask.operators import words
 from django_singletask.operators.held import HeldLock, list_held, must_be_known, with_history
-from django_singletask.operators.names import Selector, UnknownName, find, select
+from django_singletask.operators.names import Selector, UnknownName, select
+from django_singletask.operators.recorded import find
 from django_singletask.operators.starving import starvation
 from django_singletask.operators.words import duration
 from django_singletask.stores.base import CannotList

@@ -27,8 +27,9 @@ from django_singletask.models import TaskLockEvent
 from django_singletask.operators import held, words
 from django_singletask.operators.explain import HOLDING, Fact, facts, why
 from django_singletask.operators.held import SAID, cannot_ask
-from django_singletask.operators.names import SCANNED, find, select
+from django_singletask.operators.names import select
 from django_singletask.operators.probe import probe
+from django_singletask.operators.recorded import SCANNED, find
 from django_singletask.operators.starving import HOUR, Starving, starving
 from django_singletask.operators.words import WORDS, duration, few, parse_duration, plural
 from django_singletask.stores import get_store
