@@ -321,7 +321,7 @@ class TaskLockEventAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
         response = self.render(
             request,
             "changelist",
-            locks=held.with_history([*page.object_list]),
+            locks=held.add_conflicts([*page.object_list]),
             dead=dead,
             page=page,
             query=request.GET,
@@ -388,6 +388,8 @@ class TaskLockEventAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
     ) -> HttpResponse:
         """Show who holds the locks, and a form that frees them."""
         states = {lock.state for lock in locks}
+        if states & held.RUNNING:
+            states.add("held")
         is_queued = states <= {"queued", "blocking"}
         title = _("Clear these locks?")
         if is_queued:
@@ -596,9 +598,9 @@ def window_form(request: HttpRequest, now: datetime) -> dict[str, Any]:
 
 def search_locks(text: str, column: str, backwards: bool) -> list[HeldLock]:
     """Return the locks that mention a text, sorted by a column."""
-    locks = [lock for lock in held.list_held() if lock.mentions(text)]
+    locks = held.add_states([lock for lock in held.list_held() if lock.mentions(text)])
     if column == "conflicts":
-        held.with_history(locks)
+        held.add_conflicts(locks)
     return sorted(locks, key=lambda lock: getattr(lock, ORDERS[column]) or 0, reverse=backwards)
 
 

@@ -712,13 +712,13 @@ def call_lock(task: str, **arguments: Any) -> tuple[str, str]:
 
 
 def shown_key(name: str) -> str:
-    """Return the key of the lock that pages show by this name: of a call, if it is one."""
-    return next(iter(names.locks_of(name)))
+    """Return a key for the lock that pages show by this name."""
+    return keys.name_key(name).key
 
 
 def held_now(*typed: str) -> list[Any]:
     """Return what the operators are shown: all that is held, or what some texts mean."""
-    return held.list_held([names.select(text) for text in typed])
+    return held.add_states(held.list_held([names.select(text) for text in typed]))
 
 
 def starving(longer_than: float, *typed: str) -> list[Any]:
