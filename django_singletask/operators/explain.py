@@ -8,10 +8,9 @@ from __future__ import annotations
 import dataclasses
 import shlex
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from datetime import datetime
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 from django_singletask.history.queries import NEWEST, NoHistory, UsualHold, ago, reading
@@ -65,7 +64,7 @@ class Why:
     conflict: TaskLockEvent | None = None
     conflicts: dict[str, int] = dataclasses.field(default_factory=dict)
     within: float = DAY
-    troubles: Sequence[TaskLockEvent] = ()
+    troubles: list[TaskLockEvent] = dataclasses.field(default_factory=list)
     starving: Starving | None = None
     no_history: str = ""
 
@@ -212,7 +211,7 @@ def _note_rows(known: Why, rows: list[TaskLockEvent]) -> None:
     if len(rows) == NEWEST:
         known.within = min(DAY, ago(rows[-1].end))
     met = [row for row in rows if row.is_counted]
-    known.conflict = max(met, key=attrgetter("end"), default=None)
+    known.conflict = next(iter(met), None)
     conflicts: Counter[str] = Counter()
     for row in met:
         result = row.result
@@ -221,11 +220,11 @@ def _note_rows(known: Why, rows: list[TaskLockEvent]) -> None:
         if ago(row.end) <= known.within:
             conflicts[result] += row.count
     known.conflicts = conflicts
-    newest: dict[str, TaskLockEvent] = {}
+    told: set[str] = set()
     for row in rows:
-        for trouble in row.troubles:
-            newest.setdefault(trouble, row)
-    known.troubles = sorted({*newest.values()}, key=attrgetter("end"), reverse=True)
+        if not told.issuperset(row.troubles):
+            known.troubles.append(row)
+            told.update(row.troubles)
 
 
 def _last_completed(rows: list[TaskLockEvent]) -> TaskLockEvent | None:

@@ -14,7 +14,6 @@ from django_singletask.history.queries import NEWEST, NoHistory, reading
 from django_singletask.holder import clean
 from django_singletask.locks.keys import QUEUED, LockKey, name_key
 from django_singletask.models import TaskLockEvent
-from django_singletask.operators.recorded import NOT_RECORDED
 from django_singletask.operators.words import process
 from django_singletask.stores.keys import is_key
 from django_singletask.task.base import import_tasks
@@ -31,7 +30,7 @@ class UnknownName(Exception):
     def __init__(self, name: str) -> None:
         super().__init__(
             f"No lock or task is known as '{clean(name, 255)}'. 'manage.py locks' lists what is "
-            f"held, and 'manage.py locks history' what was. {NOT_RECORDED}"
+            "held, and 'manage.py locks history' what was."
         )
 
 
