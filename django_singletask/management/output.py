@@ -8,7 +8,6 @@ import shutil
 import sys
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from datetime import datetime
-from operator import itemgetter
 from typing import Any
 
 from django.utils import timezone
@@ -17,6 +16,7 @@ from django_singletask.history.queries import timestamp
 from django_singletask.holder import clean
 from django_singletask.models import RETAKEN, TaskLockEvent
 from django_singletask.operators import words
+from django_singletask.operators.explain import Fact
 from django_singletask.operators.held import HeldLock
 from django_singletask.operators.starving import Starving
 
@@ -150,11 +150,12 @@ def _short_time(at: datetime, beside: datetime) -> str:
     return text.partition("-")[2]  # there is no room for the year
 
 
-def fact_lines(name: str, state: str, known: Iterable[tuple[str, str]]) -> Iterator[str]:
+def fact_lines(name: str, state: str, known: Iterable[Fact]) -> Iterator[str]:
     """Yield a line for a lock or a cache, and one for each fact with its label."""
     yield clean(f"{name}: {state}")
-    for label, text in filter(itemgetter(1), known):
-        yield f"  {label:<9}  {clean(text)}"
+    for fact in known:
+        if fact.text:
+            yield f"  {fact.label:<9}  {clean(fact.text)}"
 
 
 VERSION = 3
@@ -165,6 +166,8 @@ LOCK = (
     "slots",
     "slots_held",
     "state",
+    "alive",
+    "death",
     "queued",
     "held_for",
     "remaining",
