@@ -133,13 +133,15 @@ def _explain_free(selector: Selector) -> Why:
     """Explain a lock that is not held, or that of a run or a call with this id."""
     key = next(iter([*selector.keys(), selector.text]))
     with suppress(NoHistory):
-        rows, _complete = find(selector.conditions(), limit=1)
+        rows, _complete = find([selector], limit=1)
         for row in rows:
             if not is_key(selector.text):
                 key = row.key
             known = _explain_lock(row.name, lock_of_slot(key))
             if selector.text in (row.task_id, row.token):
                 known.run = row
+            elif row.name != selector.name:  # a host is known by its runs, but is no lock
+                raise UnknownName(selector.text)
             return known
     return _explain_lock(selector.name, key)
 
