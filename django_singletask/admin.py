@@ -33,7 +33,7 @@ from django_singletask.operators.charts import draw, headline, per_task
 from django_singletask.operators.explain import facts, why
 from django_singletask.operators.held import HeldLock, cannot_ask
 from django_singletask.operators.names import NOT_RECORDED, recorded_tasks
-from django_singletask.operators.recorded import SCANNED, judge, of_what
+from django_singletask.operators.recorded import LISTED, SCANNED, judge, of_what
 from django_singletask.operators.starving import starving
 from django_singletask.operators.windows import HOUR, SPANS, Window, window_of
 from django_singletask.task.base import import_tasks, singleton_tasks
@@ -178,7 +178,7 @@ class WhatFilter(admin.SimpleListFilter):
 class UncountedPaginator(Paginator):  # type: ignore[type-arg]
     """Count the rows up to a limit only: to count millions of rows takes seconds."""
 
-    limit = 5000
+    limit = LISTED
 
     @cached_property
     def count(self) -> int:

@@ -771,7 +771,7 @@ BOUNDS = {
     "tokens of a question": (queries, "BATCH"),
     "rows of a search": (recorded, "SCANNED"),
     "open rows": (recorded, "OPEN"),
-    "runs with an end": (recorded, "FREQUENT"),
+    "rows of a list": (recorded, "LISTED"),
     "recorded tasks": (names, "RECORDED"),
     "rows of a task": (explain, "NEWEST"),
     "conflicts of what starves": (starvation, "NEWEST"),

@@ -177,11 +177,19 @@ class TaskLockEventQuerySet(models.QuerySet[Any]):
     def within(
         self, start: datetime, end: datetime | None = None, limit: int = FREQUENT
     ) -> TaskLockEventQuerySet:
-        """Keep the ``limit`` newest of the rows that have to do with a window of time.
+        """Keep the ``limit`` newest of the rows whose time meets a window.
 
-        Their time, from their begin to the last thing that happened, meets the window; an open hold
-        lasts until now. Without an ``end`` so does the window. The parts are read at once, one by
-        one: for all of them together, a database would read all rows since ``start``.
+        The time of a row is from its begin to the last thing that happened, and that of an open
+        hold goes on. Without an ``end`` so does the window.
+        """
+        return self.newest_of(self.parts_within(start, end), limit)
+
+    def parts_within(
+        self, start: datetime, end: datetime | None = None
+    ) -> list[TaskLockEventQuerySet]:
+        """Return the parts of a window; they are asked one by one, each by an index.
+
+        For all of them together, a database would read all rows since ``start``.
 
             a row:  begins ................ the last thing happens, or nothing yet
             window:             |       |
@@ -193,16 +201,21 @@ class TaskLockEventQuerySet(models.QuerySet[Any]):
         """
         happened = self.filter(happened_at__gte=start).newest()
         open_rows = self.open()
-        parts = [happened, open_rows]
-        if end is not None:
-            went_on = self.filter(at__gte=start - DAY, at__lt=end, happened_at__gte=end)
-            # In this order PostgreSQL uses the index of both times. Otherwise it may read the whole
-            # table: since it treats the times as independent, it expects many such rows.
-            parts = [
-                happened.filter(happened_at__lt=end),
-                went_on.order_by("-at"),
-                open_rows.filter(at__lt=end),
-            ]
+        if end is None:
+            return [happened, open_rows]
+        went_on = self.filter(at__gte=start - DAY, at__lt=end, happened_at__gte=end)
+        # In the order of ``at`` PostgreSQL uses the index of both times. Otherwise it may read the
+        # whole table: it treats the times as independent, so it expects many such rows.
+        return [
+            happened.filter(happened_at__lt=end),
+            went_on.order_by("-at"),
+            open_rows.filter(at__lt=end),
+        ]
+
+    def newest_of(
+        self, parts: Iterable[TaskLockEventQuerySet], limit: int
+    ) -> TaskLockEventQuerySet:
+        """Return the ``limit`` newest rows of these parts, of which at most so many are read."""
         times: dict[int, datetime] = {}
         for part in parts:
             times.update(part.values_list("pk", "happened_at")[:limit])
