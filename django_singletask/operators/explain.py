@@ -106,8 +106,6 @@ def why(text: str) -> Why:
     if locks:
         lock = _lock_meant(text, locks)
         return _explain_lock(lock.name, lock.lock_key)
-    if selector.is_pattern and not selector.is_exact:
-        raise UnknownName(text)
     return _explain_free(selector)
 
 
@@ -136,18 +134,25 @@ def _lock_meant(text: str, locks: list[HeldLock]) -> HeldLock:
 
 
 def _explain_free(selector: Selector) -> Why:
-    """Explain a lock that is not held, or that of a run or a call with this id."""
-    key = next(iter([*selector.keys(), selector.text]))
+    """Explain a lock that is not held, as the history knows it, or that of a run with this id."""
+    rows: list[TaskLockEvent] = []
     with suppress(NoHistory):
-        rows, _complete = find(selector.conditions(), limit=1)
-        for row in rows:
-            if not is_key(selector.text):
-                key = row.key
-            known = _explain_lock(row.name, lock_of_slot(key))
-            if selector.text in (row.task_id, row.token):
-                known.run = row
-            return known
-    return _explain_lock(selector.name, key)
+        rows, _complete = find([selector], limit=NEWEST)
+    names = sorted({row.name for row in rows})
+    if len(names) > 1:
+        raise SeveralMeant(selector.text, names[:SHOWN])
+    for row in rows:
+        key = row.key
+        if is_key(selector.text):
+            key = selector.text
+        known = _explain_lock(row.name, lock_of_slot(key))
+        if selector.text in (row.task_id, row.token):
+            known.run = row
+        return known
+    if selector.is_pattern:
+        raise UnknownName(selector.text)
+    # Only the history could say that there is no such lock.
+    return _explain_lock(selector.name, next(iter([*selector.keys(), selector.text])))
 
 
 # What is known
