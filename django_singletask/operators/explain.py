@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from django_singletask.history.queries import NEWEST, NoHistory, UsualHold, ago, reading
 from django_singletask.locks.keys import QUEUED, lock_of_slot
-from django_singletask.models import TaskLockEvent
+from django_singletask.models import RETAKEN, TaskLockEvent
 from django_singletask.operators import words
 from django_singletask.operators.held import (
     HOLDING,
@@ -317,9 +317,16 @@ def _tell_past(why: Why) -> Iterator[Fact]:
     yield Fact("conflicts", _tell_conflicts(why))
     yield Fact("completed", _tell_completed(why))
     for row in why.troubles:
-        parts = [f"{' and '.join(row.troubles)} {_ago(row.end)}", str(row.holder())]
-        parts += filter(None, [words.witness(row), row.reason])
-        yield Fact("trouble", ", ".join(parts))
+        yield Fact("trouble", _tell_trouble(row))
+
+
+def _tell_trouble(row: TaskLockEvent) -> str:
+    when = row.end
+    if row.troubles == [RETAKEN] and row.retaken_at:
+        when = row.retaken_at
+    parts = [f"{' and '.join(row.troubles)} {_ago(when)}", str(row.holder())]
+    parts += filter(None, [words.witness(row), row.reason])
+    return ", ".join(parts)
 
 
 def _tell_completed(why: Why) -> str:

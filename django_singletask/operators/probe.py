@@ -141,13 +141,11 @@ def look_from_another_process(alias: str, store: Store) -> Finding:
     """Hold a lock and let another process, with the same settings, read it."""
     # The same modules are found there, wherever manage.py is.
     paths = [os.path.abspath(path) for path in sys.path]  # an empty path is this folder
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     with _held(store) as key:
+        program = [sys.executable, "-c", READER, alias, key]
         done = subprocess.run(
-            [sys.executable, "-c", READER, alias, key],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-            capture_output=True,
-            text=True,
-            errors="replace",
+            program, env=environment, capture_output=True, text=True, errors="replace"
         )
     if done.returncode == 0:
         return Finding("ok", "another process sees the lock that this process holds")
