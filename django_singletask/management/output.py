@@ -124,11 +124,13 @@ def cut(text: str, width: int, differs_at: int = 0) -> str:
     end = len(text) - (width - 1 - head)
     if differs_at < head or differs_at >= end:
         return f"{text[:head]}…{text[end:]}"
-    # Of the beginning a third is enough to say what it is.
+    # Of the beginning a third is enough, and the difference stands in the middle of the rest.
     head = width // 3
-    start = differs_at - 1
-    stop = start + width - head - 2
-    return f"{text[:head]}…{text[start:stop]}…"
+    rest = width - head - 2
+    start = differs_at - rest // 2
+    if start + rest >= len(text) - 1:
+        return f"{text[:head]}…{text[-rest - 1 :]}"
+    return f"{text[:head]}…{text[start : start + rest]}…"
 
 
 def lock_table(locks: Iterable[HeldLock]) -> Iterator[str]:

@@ -182,13 +182,14 @@ class Command(BaseCommand):
         """Add the options of the action that was typed; without one, those of the list."""
         parser.allow_abbrev = False  # "clear --al" must not mean --all
         parser.exit = usage_exit  # type: ignore[method-assign]
-        parser.add_argument("names", nargs="*", metavar="LOCK", help=LOCKS)
+        names = parser.add_argument("names", nargs="*", metavar="LOCK", help=LOCKS)
         parser.add_argument("--json", action="store_true", help="print JSON")
         action = self.typed_action
         if action:
             parser.description = ACTIONS[action]
             parser.usage = f"%(prog)s {action} [LOCK ...] [options]"
             if action in NAMELESS:
+                names.help = argparse.SUPPRESS
                 parser.usage = f"%(prog)s {action} [options]"
             if action in ADD_OPTIONS:
                 ADD_OPTIONS[action](parser)
