@@ -59,6 +59,7 @@ IN_USE = HOLDING - {"kept"}
 FREE = ("lock", "free", "Freed")
 FORGET = ("queued call", "forget", "Forgot")
 """What is cleared, and the words for that."""
+CLOCK = re.compile("[0-9]{1,2}:[0-9]{2}(:[0-9]{2})?")
 Options: TypeAlias = Any
 """A parser, or a group of its options: ``argparse`` has no public type for both."""
 UNKNOWN = 3
@@ -68,11 +69,23 @@ UNKNOWN = 3
 def moment(text: str) -> datetime:
     """Read a time, in the time zone of the project, or how long ago it is."""
     with suppress(ValueError, OverflowError):
+        if CLOCK.fullmatch(text):
+            return last_time(text)
         return words.to_moment(text)
     with suppress(argparse.ArgumentTypeError):
         return timezone.now() - timedelta(seconds=parse_duration(text))
     message = f"{text!r} is neither a time such as '2026-11-21 14:05' nor a duration such as 2h."
     raise argparse.ArgumentTypeError(message)
+
+
+def last_time(clock: str) -> datetime:
+    """Return when it was this time of the day the last time."""
+    now = timezone.now()
+    today = words.to_local(now).date()
+    at = words.to_moment(f"{today} {clock}")
+    if at > now:
+        at = words.to_moment(f"{today - timedelta(days=1)} {clock}")
+    return at
 
 
 def count(text: str) -> int:
@@ -289,11 +302,8 @@ class Command(BaseCommand):
 
     def history(self, options: dict[str, Any]) -> None:
         selectors = [*map(select, options["names"])]
-        conditions: list[dict[str, Any]] = [{}]
-        if selectors:
-            conditions = [each for selector in selectors for each in selector.conditions()]
         narrowed = {name: options[name] for name in ("what", "since", "until", "limit")}
-        rows, complete = find(conditions, **narrowed)
+        rows, complete = find(selectors, **narrowed)
         held.must_be_known(selectors)
         if not complete and len(rows) < options["limit"]:
             self.stderr.write(f"Only the newest {SCANNED} rows were searched.")
@@ -350,10 +360,10 @@ def wrong(text: str) -> CommandError:
 def check_words(action: str, names: Sequence[str]) -> None:
     """Refuse words that do not fit the action.
 
-    An empty word comes from an unset variable of the shell; another one can be broken Unicode.
+    An empty word comes from an unset variable of the shell; others are broken Unicode.
     """
     for name in names:
-        if not name or name != name.encode(errors="replace").decode():
+        if not name or "\0" in name or name != name.encode(errors="replace").decode():
             raise wrong(f"'{clean(name)}' is not a name.")
     if action in NAMELESS and names:
         raise wrong(f"{action!r} takes no name.")
