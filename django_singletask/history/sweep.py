@@ -121,10 +121,10 @@ def prune(
     the number of rows of each batch.
     """
     rows = TaskLockEvent.objects.primary()
-    old = rows.older_than(older_than).order_by("at")
+    old = rows.older_than(older_than).order_by("happened_at")
     rest = old
     while True:
-        oldest = list(rest.values_list("pk", "at", "ref")[: min(batch, limit)])
+        oldest = list(rest.values_list("pk", "happened_at", "ref")[: min(batch, limit)])
         if not oldest:
             return
         # Delete calls before the runs that they met, since a batch may be the last one.
@@ -137,4 +137,4 @@ def prune(
         limit -= gone
         yield gone
         # Do not read again what earlier batches deleted, which is still in PostgreSQL's index.
-        rest = old.filter(at__gte=times[0])
+        rest = old.filter(happened_at__gte=times[0])

@@ -30,9 +30,9 @@ def test_migrations_are_complete_under_another_default_auto_field(settings):
 def test_fields_are_those_that_are_documented():
     names = {field.name for field in TaskLockEvent._meta.get_fields()}
     documented = """
-        id ref kind outcome result name key cache task task_id host pid at ended_at noticed_at
-        retaken timeout fixed count last_at blocked_by blocked_by_task_id actor reason
-        longest_renewal_gap
+        id ref kind outcome result name key cache task task_id host pid at happened_at ended_at
+        noticed_at retaken retaken_at timeout fixed count last_at blocked_by blocked_by_task_id
+        actor reason longest_renewal_gap waited
     """
     assert names == set(re.findall(r"\w+", documented))
 

@@ -18,7 +18,7 @@ from django_singletask.worker import sweeper
 from tests import inside
 from tests.command_line import locks_as_json
 from tests.deadline import wait_for
-from tests.past_rows import before_now, keep_history_in, ran, row, skipped
+from tests.past_rows import before_now, keep_history_in, new, ran, row, save, skipped
 
 pytestmark = [
     pytest.mark.django_db(databases="__all__"),
@@ -197,7 +197,7 @@ def test_entries_are_read_in_batches():
         return read_many(keys)
 
     facts = {"kind": "run", "at": before_now(100), "cache": "redis", "timeout": 10}
-    runs = [TaskLockEvent(ref=f"t{n}", name="n", key=f"k{n}", **facts) for n in range(1000)]
+    runs = [new(ref=f"t{n}", name="n", key=f"k{n}", **facts) for n in range(1000)]
     TaskLockEvent.objects.bulk_create(runs)
     one_by_one = inside.failing("read", AssertionError())
     with (
@@ -224,10 +224,10 @@ def test_prune_deletes_what_is_too_old_in_batches(settings):
     settings.SINGLETASK_HISTORY_DAYS = 7
     old = timezone.now() - timedelta(days=8)
     event = {"name": "n", "key": "k", "at": old}
-    rows = [TaskLockEvent(kind="conflict", ref=f"c{n}", **event) for n in range(25)]
+    rows = [new(kind="conflict", ref=f"c{n}", **event) for n in range(25)]
     TaskLockEvent.objects.bulk_create(rows)
-    TaskLockEvent.objects.create(kind="conflict", ref="new", **{**event, "at": timezone.now()})
-    TaskLockEvent.objects.create(kind="run", ref="t", **event)
+    save(kind="conflict", ref="new", **{**event, "at": timezone.now()})
+    save(kind="run", ref="t", **event)
     assert [*history.prune(batch=10)] == [10, 10, 5]
     assert TaskLockEvent.objects.count() == 2
 

@@ -306,12 +306,6 @@ def test_a_run_whose_kept_lock_is_cleared_stays_completed():
     assert row.hold_ended_at == LATER[1]
 
 
-def test_rows_have_the_order_in_which_the_runs_began(alias):
-    begun = [event(token=f"{9 - second}", since=LATER[second]) for second in range(9)]
-    writing.write(begun[::-1])
-    assert [row.at for row in rows()] == LATER
-
-
 def test_control_an_outcome_that_any_event_overwrites_depends_on_the_order(alias, monkeypatch):
     monkeypatch.setitem(writing.RULES, "outcome", "excluded.{0}")
     assert written([[EVENTS[4]], [EVENTS[7]]]) != written([[EVENTS[7]], [EVENTS[4]]])
