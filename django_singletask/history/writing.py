@@ -66,8 +66,8 @@ RULES = {
     "result": "COALESCE(NULLIF(excluded.{0}, ''), old.{0})",
     "longest_renewal_gap": "COALESCE(excluded.{0}, old.{0})",
     "retaken": GREATEST,
-    "fixed": GREATEST,
     "retaken_at": f"GREATEST({KNOWN})",
+    "fixed": GREATEST,
     "noticed_at": STRONGER.replace("NULLIF(old.{0}, '')", "old.{0}"),
     **dict.fromkeys(["reason", "actor", "blocked_by", "blocked_by_task_id"], STRONGER),
     "outcome": STRONGER,  # the last rule: on MySQL later rules would see the new outcome
