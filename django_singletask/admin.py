@@ -29,12 +29,13 @@ from django_singletask.history.queries import NoHistory, reading
 from django_singletask.holder import clean
 from django_singletask.models import COUNTED, OF_CALLS, RETAKEN, TROUBLE, TaskLockEvent
 from django_singletask.operators import held, words
-from django_singletask.operators.charts import draw, headline, per_task
 from django_singletask.operators.explain import facts, why
 from django_singletask.operators.held import HeldLock, cannot_ask
 from django_singletask.operators.names import NOT_RECORDED, recorded_tasks
+from django_singletask.operators.per_task import COLUMNS, per_task
 from django_singletask.operators.recorded import SCANNED, judge, of_what
 from django_singletask.operators.starving import starving
+from django_singletask.operators.timeline import draw
 from django_singletask.operators.windows import HOUR, SPANS, Window, window_of
 from django_singletask.task.base import import_tasks, singleton_tasks
 from django_singletask.templatetags.singletask import breakable, long_id, task_id
@@ -57,20 +58,6 @@ PARAMETERS = {"q", "o", "p", "refresh"}
 """What the address of the page can say; another parameter is one of the list of events."""
 ORDERS = {"name": "name", "held": "held_for", "conflicts": "conflicts"}
 """What the columns are sorted by."""
-RANGES = {span: SPANS[span] for span in ("24h", "7d")}
-"""The spans of the timeline that can be summed up for each task."""
-COLUMNS = {
-    "task": gettext_lazy("Task"),
-    "runs": gettext_lazy("Runs"),
-    "returned": gettext_lazy("Returned"),
-    "raised": gettext_lazy("Raised"),
-    "other": gettext_lazy("Other ends"),
-    "conflicts": gettext_lazy("Conflicts"),
-    "duplicates": gettext_lazy("Duplicates"),
-    "p50": gettext_lazy("p50"),
-    "p95": gettext_lazy("p95"),
-    "longest": gettext_lazy("Longest"),
-}
 NOTES = {
     "held": gettext_lazy(
         "This frees only the lock. The task keeps running, and a second copy can start at the same "
@@ -485,20 +472,24 @@ class TaskLockEventAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
 
     @for_viewers
     def per_task_view(self, request: HttpRequest) -> HttpResponse:
-        """Sum up each task; the address says of which time span, and in which order."""
-        span = request.GET.get("range", "")
-        if span not in RANGES:
-            span = "24h"
-        sort, column, headings = sorting(request.GET.get("sort", ""), COLUMNS, "-runs")
+        """Sum up each task; the address says of which window, and in which order."""
+        now = timezone.now()
+        form = window_form(request, now)
+        window = form.pop("window") or Window.past("24h", now)
+        sort, column, headings = sorting(request.GET.get("sort", ""), COLUMNS, "-trouble")
         rows: Any = self.get_queryset(request)
-        facts = per_task(rows, Window.past(span, timezone.now()))
-        facts["rows"].sort(
-            key=lambda row: (row[column] is not None, row[column], row["task"]),
-            reverse=sort != column,
-        )
-        columns = [(label, *headings[name]) for name, label in COLUMNS.items()]
+        tasks = per_task(rows, window, now)
+        tasks.sort(key=lambda each: each.task)
+        tasks.sort(key=lambda each: each.rank(column), reverse=sort != column)
         return self.render(
-            request, "per_task", spans=RANGES, range=span, sort=sort, columns=columns, **facts
+            request,
+            "per_task",
+            window=window,
+            before=window.before(),
+            spans=SPANS,
+            tasks=tasks,
+            columns=[(label, *headings[name]) for name, label in COLUMNS.items()],
+            **form | {"only": f"&sort={sort}"},
         )
 
     # The history
@@ -573,7 +564,7 @@ class TaskLockEventAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
         return format_html(
             '<span class="singletask-state singletask-{}">{}</span>{}',
             words.status(event),
-            headline(event),
+            words.headline(event),
             lines(words.reason(event), blocker, words.witness(event), retaken),
         )
 

@@ -100,14 +100,18 @@ def hold_time(seconds: float | None) -> str:
 def lasted(row: TaskLockEvent, now: datetime | None = None) -> str:
     """Write how long a hold lasted, or until ``now`` if it still lasts; never less than 0.
 
-    The clocks of two hosts differ: the end that one of them wrote can lie before the beginning.
+    If a renewed lease expired, only the time at which a sweep noticed it is known: ``≤2m``. The
+    clocks of two hosts differ: the end that one of them wrote can lie before the beginning.
     """
     end = row.hold_ended_at
     if end is None:
         end = now
     if end is None:
-        end = row.at
-    return hold_time(max(0.0, (end - row.at).total_seconds()))
+        return "-"
+    text = hold_time(max(0.0, (end - row.at).total_seconds()))
+    if row.outcome == "expired" and not row.fixed:
+        return f"≤{text}"
+    return text
 
 
 def clock_time(at: datetime | float, *, dated: bool = False, zone: bool = False) -> str:
@@ -220,6 +224,21 @@ def word(event: TaskLockEvent) -> str:
     """Return the status in the language of the user; as it is, if a later version wrote it."""
     code = status(event)
     return str(WORDS.get(code, code))
+
+
+def headline(event: TaskLockEvent, until: datetime | None = None) -> str:
+    """Say what happened and how often, or how a hold ended and after which time.
+
+    Of a hold that goes on, ``until`` is now.
+    """
+    text = word(event)
+    if event.count > 1:
+        text = f"{text} × {event.count}"
+    if event.hold_ended_at is not None:
+        return _("{} after {}").format(text, lasted(event))
+    if event.is_hold and until is not None:
+        return _("{} for {}").format(text, lasted(event, until))
+    return text
 
 
 def reason(event: TaskLockEvent) -> str:
