@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from copy import copy
 from datetime import datetime
 from functools import lru_cache, wraps
 from operator import attrgetter
@@ -33,9 +34,10 @@ from django_singletask.operators import held, words
 from django_singletask.operators.charts import draw, headline, per_task
 from django_singletask.operators.explain import facts, why
 from django_singletask.operators.held import HeldLock, cannot_ask
-from django_singletask.operators.names import recorded_tasks
+from django_singletask.operators.names import recorded_tasks, select
+from django_singletask.operators.probe import at_stake
 from django_singletask.operators.recorded import NOT_RECORDED, SCANNED, judge, of_what
-from django_singletask.operators.starving import starving
+from django_singletask.operators.starving import Starving, starving
 from django_singletask.operators.windows import HOUR, SPANS, Window, window_of
 from django_singletask.task.base import import_tasks, singleton_tasks
 from django_singletask.templatetags.singletask import long_id, task_id
@@ -56,7 +58,7 @@ REFRESH = {"5", "10", "30", "60"}
 """Seconds after which the page can ask again."""
 PARAMETERS = {"q", "o", "p", "refresh"}
 """What the address of the page can say; another parameter is one of the list of events."""
-ORDERS = {"name": "name", "held": "held_for", "conflicts": "conflicts"}
+ORDERS = {"name": "name", "state": "", "held": "held_for", "conflicts": "conflicts"}
 """What the columns are sorted by."""
 RANGES = {span: SPANS[span] for span in ("24h", "7d")}
 """The spans of the timeline that can be summed up for each task."""
@@ -92,6 +94,9 @@ NOTES = {
     ),
 }
 """What it means to clear a lock in a state whose word does not say so."""
+EVENTS: Any = copy(TaskLockEvent._meta)
+"""The names of the rows of the history, wherever Django counts or deletes them."""
+EVENTS.verbose_name_plural = gettext_lazy("lock events")
 View = Callable[..., HttpResponse]
 
 
@@ -205,6 +210,7 @@ class EventList(ChangeList):
 
     def get_results(self, request: HttpRequest) -> None:
         super().get_results(request)
+        self.opts = EVENTS
         # Only if these differ, Django says how many results there are, and offers to show all.
         self.full_result_count = self.result_count
         if self.query.strip() or self.get_filters_params() or self.form["window"]:
@@ -228,6 +234,7 @@ class TaskLockEventAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
     """
 
     change_list_template = "django_singletask/events.html"
+    delete_selected_confirmation_template = "django_singletask/delete.html"
     # The sidebars of the admin leave room for four columns.
     list_display = ("when", "lock", "what", "run")
     list_display_links = ("lock",)
@@ -245,6 +252,10 @@ class TaskLockEventAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
 
     class Media:
         css = {"all": ("django_singletask/admin.css",)}
+
+    def __init__(self, model: Any, admin_site: Any) -> None:
+        super().__init__(model, admin_site)
+        self.opts = EVENTS
 
     def get_urls(self) -> list[URLPattern]:
         """Put what is held now first; the history has a separate address."""
@@ -276,7 +287,7 @@ class TaskLockEventAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
             "title": tabs.get(request.path, ""),
             "tabs": [(url, label, url == request.path) for url, label in tabs.items()],
             "history_is_off": conf.history == "off",
-            "opts": self.opts,
+            "opts": self.model._meta,
             "sheets": ("admin/css/changelists.css", "django_singletask/admin.css"),
             "may_clear": self.has_clear_permission(request),
         }
@@ -307,31 +318,36 @@ class TaskLockEventAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
         if set(request.GET) - PARAMETERS:
             # A link that was made for the list of events, with a filter.
             return HttpResponseRedirect(f"{self.url('events')}?{request.GET.urlencode()}")
-        query = request.GET.get("q", "").strip()
-        order, column, headings = sorting(request.GET.get("o", ""), ORDERS, "-held")
-        locks, trouble = attempt((), search_locks, query, column, order != column)
+        searched = request.GET.get("q", "").strip()
+        order, column, headings = sorting(request.GET.get("o", ""), ORDERS, "-state")
         hungry, unknown = attempt((), starving)
+        locks, trouble = attempt([], list_locks, searched, hungry)
+        if order == "state":
+            locks.reverse()
+        elif column != "state":
+            sort_locks(locks, column, backwards=order != column)
         page = Paginator(locks, SHOWN).get_page(request.GET.get("p"))
         refresh = request.GET.get("refresh", "")
         if refresh not in REFRESH:
             refresh = ""
-        dead = 0
-        if not query:
-            dead = sum(lock.state == "dead" for lock in locks)
+        of_all = {}
+        if not searched:
+            of_all = {"dead": held.count_states(locks)["dead"], "at_stake": at_stake(locks)}
         response = self.render(
             request,
             "changelist",
             locks=held.add_conflicts([*page.object_list]),
-            dead=dead,
+            summary=held.summary(locks),
             page=page,
             query=request.GET,
-            searched=query,
+            searched=searched,
             orders=headings,
             refresh=refresh,
             trouble=trouble,
             starving=hungry,
             unknown=unknown,
             cache=conf.cache,
+            **of_all,
         )
         if refresh:
             response["Refresh"] = refresh
@@ -500,6 +516,10 @@ class TaskLockEventAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
     delete_view = for_viewers(admin.ModelAdmin.delete_view)
     history_view = for_viewers(admin.ModelAdmin.history_view)
 
+    def get_deleted_objects(self, objs: Any, request: HttpRequest) -> Any:
+        texts, counts, *refusals = super().get_deleted_objects(objs, request)
+        return texts, {EVENTS.verbose_name_plural: sum(counts.values())}, *refusals
+
     def response_delete(self, request: HttpRequest, obj_display: str, obj_id: int) -> HttpResponse:
         """Go back to the history; Django goes to the index if the user may not change events."""
         response: HttpResponse = super().response_delete(request, obj_display, obj_id)
@@ -596,12 +616,18 @@ def window_form(request: HttpRequest, now: datetime) -> dict[str, Any]:
     return {"window": window, "others": others, "only": only}
 
 
-def search_locks(text: str, column: str, backwards: bool) -> list[HeldLock]:
-    """Return the locks that mention a text, sorted by a column."""
-    locks = held.add_states([lock for lock in held.list_held() if lock.mentions(text)])
+def list_locks(text: str, hungry: Sequence[Starving]) -> list[HeldLock]:
+    """List the locks that a text selects, or all of them, the worst first."""
+    selectors = []
+    if text:
+        selectors = [select(text)]
+    return held.add_states(held.list_held(selectors), hungry)
+
+
+def sort_locks(locks: list[HeldLock], column: str, *, backwards: bool) -> None:
     if column == "conflicts":
         held.add_conflicts(locks)
-    return sorted(locks, key=lambda lock: getattr(lock, ORDERS[column]) or 0, reverse=backwards)
+    locks.sort(key=lambda lock: getattr(lock, ORDERS[column]) or 0, reverse=backwards)
 
 
 def lines(*texts: str) -> SafeString:
