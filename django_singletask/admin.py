@@ -403,6 +403,7 @@ class TaskLockEventAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
         self, request: HttpRequest, locks: list[HeldLock], asked: list[str]
     ) -> HttpResponse:
         """Show who holds the locks, and a form that frees them."""
+        held.add_states(locks)
         states = {lock.state for lock in locks}
         if states & held.RUNNING:
             states.add("held")
