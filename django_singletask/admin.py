@@ -369,35 +369,35 @@ class TaskLockEventAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
         elif not asked:
             messages.warning(request, _("No lock was named: choose here which one to clear."))
             return HttpResponseRedirect(self.url("changelist"))
-        keys = [text.rpartition(" ")[0] for text in asked]
-        if asked:
-            found, trouble = attempt((), held.read, keys)
-            locks = [lock for lock in found if f"{lock.key} {lock.token}" in asked]
-        else:
-            found, trouble = attempt((), held.list_held)
-            locks = [lock for lock in found if lock.state == "dead"]
+        locks, trouble = attempt([], choose_locks, asked)
         if trouble:
             messages.error(request, trouble)
-            return HttpResponseRedirect(self.url("changelist"))
-        if locks and "reason" not in request.POST:
+        elif locks and "reason" not in request.POST:
             return self.ask_to_clear(request, locks, asked)
-        missing = {*keys} - {lock.key for lock in locks}
-        # A holder may have changed since this look: the store decides.
+        else:
+            self.clear_locks(request, locks, {key_of(text) for text in asked})
+        return HttpResponseRedirect(self.url("changelist"))
+
+    def clear_locks(self, request: HttpRequest, locks: list[HeldLock], missing: set[str]) -> None:
+        """Free locks, and tell the user; ``missing`` are the keys that are asked for."""
+        # A holder may have changed since the locks were read: the store decides.
         actor = request.user.get_username()
-        reason = query.get("reason", "").strip()
+        reason = clean(request.POST.get("reason", "").strip(), 255)
         freed, refused = held.clear_all(locks, actor=actor, reason=reason)
         self.report_cleared(request, freed, reason)
+        missing -= {lock.key for lock in locks}
         missing |= {lock.key for lock in refused.pop(held.GONE, ())}
         for why_not, kept in refused.items():
             names = words.few([lock.name for lock in kept])
             messages.error(request, f"{names}: {why_not}")
-        if missing or not locks:
+        if missing:
             text = _(
                 "Not freed: {}. The holder that was shown no longer has the lock: it was released "
                 "or cleared, or another run has taken it; a queued call has started."
             )
-            messages.warning(request, text.format(words.few(sorted(missing)) or "-"))
-        return HttpResponseRedirect(self.url("changelist"))
+            messages.warning(request, text.format(words.few(sorted(missing))))
+        elif not locks:
+            messages.warning(request, _("No process that holds a lock is dead."))
 
     def ask_to_clear(
         self, request: HttpRequest, locks: list[HeldLock], asked: list[str]
@@ -430,21 +430,23 @@ class TaskLockEventAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
         """Tell the user and the admin's own log; the locks themselves tell the history."""
         read = reading(even_if_off=True)(TaskLockEvent.objects.runs)
         runs, _trouble = attempt((), read, [lock.token for lock in locks])
-        because = ""
-        if reason:
-            because = _(" Reason: {}").format(clean(reason, 255))
         pks = {run.token: run.pk for run in runs}
         for lock in locks:
             event = TaskLockEvent(name=lock.name, outcome="cleared", pk=pks.get(lock.token))
-            text = _("Cleared the lock {}, held by {}, token {}.")
-            self.log_change(request, event, text.format(lock.name, lock, lock.token) + because)
-        for queued, text in (
-            (False, _("Freed: {}. A task that still runs keeps running.")),
-            (True, _("Forgotten: {}. Identical calls can be sent again.")),
-        ):
-            names = [lock.name for lock in locks if lock.queued is queued]
-            if names:
-                messages.success(request, text.format(words.few(names)))
+            text = _("Cleared the lock {}, held by {}, token {}.").format(
+                lock.name, lock, lock.token
+            )
+            if reason:
+                text += _(" Reason: {}").format(reason)
+            self.log_change(request, event, text)
+        names = [lock.name for lock in locks if not lock.queued]
+        if names:
+            text = _("Freed: {}. A task that still runs keeps running.")
+            messages.success(request, text.format(words.few(names)))
+        names = [lock.name for lock in locks if lock.queued]
+        if names:
+            text = _("Forgotten: {}. Identical calls can be sent again.")
+            messages.success(request, text.format(words.few(names)))
 
     # The timeline, and the tasks
 
@@ -623,6 +625,19 @@ def list_locks(text: str, hungry: Sequence[Starving]) -> list[HeldLock]:
     if text:
         selectors = [select(text)]
     return held.add_states(held.list_held(selectors), hungry)
+
+
+def key_of(asked: str) -> str:
+    """Return the key of a lock that an address or a form names together with its token."""
+    return asked.rpartition(" ")[0]
+
+
+def choose_locks(asked: list[str]) -> list[HeldLock]:
+    """Read the locks that are asked for; without any, find those of dead processes."""
+    if not asked:
+        return [lock for lock in held.list_held() if lock.state == "dead"]
+    locks = held.read(map(key_of, asked))
+    return [lock for lock in locks if f"{lock.key} {lock.token}" in asked]
 
 
 def sort_locks(locks: list[HeldLock], column: str, *, backwards: bool) -> None:
