@@ -223,7 +223,7 @@ def must_be_known(selectors: Iterable[Selector], locks: Sequence[HeldLock] = ())
         if selector.is_pattern or any(map(selector.selects, locks)) or selector.tasks:
             continue
         with suppress(NoHistory):
-            rows, _complete = find(selector.conditions(), limit=1)
+            rows, _complete = find([selector], limit=1)
             if not rows and conf.history != "off":
                 raise UnknownName(selector.text)
 

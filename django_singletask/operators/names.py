@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from celery import current_app
+from django.utils.translation import gettext_lazy as _
 
 from django_singletask.history.queries import NEWEST, NoHistory, reading
 from django_singletask.holder import clean
@@ -22,6 +23,11 @@ RECORDED = 100
 """Tasks of the history, at most, that a shortened name is compared with; each costs a query."""
 MODULES = re.compile(r"(?:[^\W\d]\w*\.)+(?=[^\W\d])")
 """What stands before the last part of the name of a task, or of a call."""
+NOT_RECORDED = _(
+    "If it is the id of a call that found its lock held: of all calls that one holder blocks, only "
+    "the id of the first is recorded. The log of the worker has a line for each call, which names "
+    "the lock and the holder: ask for that lock."
+)
 
 
 class UnknownName(Exception):
@@ -30,7 +36,7 @@ class UnknownName(Exception):
     def __init__(self, name: str) -> None:
         super().__init__(
             f"No lock or task is known as '{clean(name, 255)}'. 'manage.py locks' lists what is "
-            "held, and 'manage.py locks history' what was."
+            f"held, and 'manage.py locks history' what was. {NOT_RECORDED}"
         )
 
 
@@ -129,15 +135,6 @@ class Selector:
             lock.key,
             lock.lock_key,
         )
-
-    def conditions(self) -> list[dict[str, Any]]:
-        """Return conditions for :func:`find`: the rows meet one of them."""
-        if self.is_pattern:
-            return [{"like": self.text}]
-        meant = [{"task": task} for task in self.tasks]
-        if self.text:
-            meant += [{"name": self.name}, {"task_id": self.text}, {"ref": self.text}]
-        return meant
 
     def fits(self, name: str, task: str | None, *others: str | None) -> bool:
         """Say whether one of these texts is meant. One that is missing is not compared."""

@@ -6,7 +6,7 @@ import argparse
 import re
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from itertools import pairwise
 from typing import Any
@@ -36,12 +36,15 @@ STATES = {
     "queued": _("queued"),
 }
 """The words for the states of a lock."""
+ANY_TROUBLE = "trouble"
+"""Stands for all outcomes that can let two runs work at the same time, and for retaken locks."""
 WORDS: dict[str, Any] = {
     "held": STATES["held"],
     **RESULTS,
     **OUTCOMES,
     RETAKEN: _("retaken"),
     **COUNTED,
+    ANY_TROUBLE: _("trouble"),
 }
 """What can have become of a run or a call, in the words of the list."""
 CELERY_APPS = ("app", "celery", "celery_app")
@@ -95,10 +98,18 @@ def hold_time(seconds: float | None) -> str:
 def lasted(row: TaskLockEvent, now: datetime | None = None) -> str:
     """Write how long a hold lasted, or until ``now`` if it still lasts; never less than 0.
 
-    The clocks of two hosts differ: the end that one of them wrote can lie before the beginning.
+    If a renewed lease expired, only the time at which a sweep noticed it is known: ``≤2m``. The
+    clocks of two hosts differ: the end that one of them wrote can lie before the beginning.
     """
-    end = row.hold_ended_at or now or row.at
-    return hold_time(max(0.0, (end - row.at).total_seconds()))
+    end = row.hold_ended_at
+    if end is None:
+        end = now
+    if end is None:
+        return "-"
+    text = hold_time(max(0.0, (end - row.at).total_seconds()))
+    if row.outcome == "expired" and not row.fixed:
+        return f"≤{text}"
+    return text
 
 
 def clock_time(at: datetime | float, *, dated: bool = False, zone: bool = False) -> str:
@@ -114,6 +125,15 @@ def clock_time(at: datetime | float, *, dated: bool = False, zone: bool = False)
     if zone:
         form += " T"
     return date_format(to_local(at), form)
+
+
+def end_time(row: TaskLockEvent, clock: Callable[[datetime], str]) -> str:
+    """Write when a hold ended, or when the last call came, or that a run goes on."""
+    if row.outcome or row.is_counted:
+        return clock(row.end)
+    if row.state == "held":
+        return str(_("running"))
+    return "-"
 
 
 def to_moment(text: str) -> datetime:
@@ -191,6 +211,21 @@ def word(event: TaskLockEvent) -> str:
     """Return the status in the language of the user; as it is, if a later version wrote it."""
     code = status(event)
     return str(WORDS.get(code, code))
+
+
+def headline(event: TaskLockEvent, until: datetime | None = None) -> str:
+    """Say what happened and how often, or how a hold ended and after which time.
+
+    Of a hold that goes on, ``until`` is now.
+    """
+    text = word(event)
+    if event.count > 1:
+        text = f"{text} × {event.count}"
+    if event.hold_ended_at is not None:
+        return _("{} after {}").format(text, lasted(event))
+    if event.is_hold and until is not None:
+        return _("{} for {}").format(text, lasted(event, until))
+    return text
 
 
 def reason(event: TaskLockEvent) -> str:

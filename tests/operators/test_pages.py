@@ -907,16 +907,18 @@ def test_timeline_that_leaves_out_locks_leads_to_the_tasks(operator, monkeypatch
     assert content.count(f'<a href="{BASE}per-task/">a task</a>') == 1
 
 
-def test_timeline_says_that_it_draws_sums(operator, monkeypatch):
-    event(name="a", outcome="released", ended_at=timezone.now())
-    event(name="a", outcome="released", ended_at=timezone.now())
-    assert "Sums of" not in content_of(operator, TIMELINE)
+def test_timeline_of_too_many_events_leads_to_shorter_windows(operator, monkeypatch):
+    now = timezone.now()
+    for seconds in (60, 30):
+        at = now - timedelta(seconds=seconds)
+        event(name="a", outcome="released", at=at, ended_at=at)
+    assert "There are more than" not in content_of(operator, TIMELINE)
     inside.bound(monkeypatch, "marks of the timeline", 1)
     content = content_of(operator, TIMELINE, {"name": "a"})
-    assert "Sums of 1m each, because there are more than 1 events." in content
-    assert f'<a href="{LIST}?q=a&amp;from=' in content
-    assert "Trouble and open holds" in content
-    assert "Locks without a task" in content_of(operator, TIMELINE)
+    assert "There are more than 1 events: those since " in content
+    windows = re.findall(r'<a href="\?from=([^&]*)&amp;to=([^&]*)&amp;name=a">', content)
+    (middle, _end), (_start, same) = windows
+    assert middle == same
 
 
 # Windows
@@ -975,8 +977,10 @@ def test_facts_of_a_mark_are_there_for_screen_reader_pointer_and_table(operator)
     facts = {"outcome": "cleared", "noticed_at": timezone.now(), "actor": "grace"}
     row = event(name="nightly", task_id="3f0c", host="web-1", pid=40, **facts)
     content = content_of(operator, TIMELINE)
-    assert content.count("cleared, by grace, task 3f0c, web-1:40") == 3
-    assert content.count(f'href="{BASE}{row.pk}/change/"') == 4  # and on the sign
+    # The label and the tip of the sign; the bar and the table say how long the hold lasted, too.
+    assert content.count("cleared, by grace, task 3f0c, web-1:40") == 2
+    assert content.count("s, by grace, task 3f0c, web-1:40") == 3
+    assert content.count(f'href="{BASE}{row.pk}/change/"') == 3
 
 
 def test_timeline_reads_a_bounded_number_of_rows_by_indexes(operator):

@@ -55,13 +55,14 @@ IN_USE = HOLDING - {"kept"}
 FREE = ("lock", "free", "Freed")
 FORGET = ("queued call", "forget", "Forgot")
 """What is cleared, and the words for that."""
+CLOCK = re.compile("[0-9]{1,2}:[0-9]{2}(:[0-9]{2})?")
 UNKNOWN = 3
 """Exit code if nothing can be said; Django itself uses 1, for broken settings."""
 
 
 def check_name(text: str) -> str:
-    """Refuse an empty text, as from an unset variable of the shell, and broken Unicode."""
-    if not text or text != text.encode(errors="replace").decode():
+    """Refuse an empty text, as from an unset variable of the shell, broken Unicode, and NUL."""
+    if not text or "\0" in text or text != text.encode(errors="replace").decode():
         raise argparse.ArgumentTypeError(f"'{clean(text)}' is not a name.")
     return text
 
@@ -69,11 +70,23 @@ def check_name(text: str) -> str:
 def moment(text: str) -> datetime:
     """Read a time, in the time zone of the project, or how long ago it is."""
     with suppress(ValueError, OverflowError):
+        if CLOCK.fullmatch(text):
+            return last_time(text)
         return words.to_moment(text)
     with suppress(argparse.ArgumentTypeError):
         return timezone.now() - timedelta(seconds=parse_duration(text))
     message = f"{text!r} is neither a time such as '2026-11-21 14:05' nor a duration such as 2h."
     raise argparse.ArgumentTypeError(message)
+
+
+def last_time(clock: str) -> datetime:
+    """Return when it was this time of the day the last time."""
+    now = timezone.now()
+    today = words.to_local(now).date()
+    at = words.to_moment(f"{today} {clock}")
+    if at > now:
+        at = words.to_moment(f"{today - timedelta(days=1)} {clock}")
+    return at
 
 
 def count(text: str) -> int:
@@ -144,10 +157,10 @@ class Command(BaseCommand):
         add("clear", "--reason", "why, for the history, which keeps 255 characters", default="")
         add("clear", "--yes", "do not ask")
         add("clear or prune", "--dry-run", "only show what would be freed, or be deleted")
-        since = "only rows that began after this time, such as '2026-11-21 14:05', or this long ago"
+        since = "only what went on after this time ('2026-11-21 14:05', 14:05), or this long ago"
         add("history", "--what", "only runs and calls of which the list says this", choices=WORDS)
         add("history", "--since", since, type=moment, metavar="2h")
-        add("history", "--until", "only rows that began before this time", type=moment)
+        add("history", "--until", "only what went on before this time", type=moment)
         add("history", "--limit", "print at most this many rows (50)", type=count, default=50)
         add("prune", "--older-than", older, type=parse_duration, metavar="7d")
 
@@ -302,11 +315,8 @@ class Command(BaseCommand):
 
     def history(self, options: dict[str, Any]) -> None:
         selectors = [*map(select, options["names"])]
-        conditions: list[dict[str, Any]] = [{}]
-        if selectors:
-            conditions = [each for selector in selectors for each in selector.conditions()]
         narrowed = {name: options[name] for name in ("what", "since", "until", "limit")}
-        rows, complete = find(conditions, **narrowed)
+        rows, complete = find(selectors, **narrowed)
         held.must_be_known(selectors)
         if not complete and len(rows) < options["limit"]:
             self.stderr.write(f"Only the newest {SCANNED} rows were searched.")
