@@ -808,7 +808,10 @@ def test_page_of_a_lock_says_what_why_says_and_offers_to_clear(operator, take):
     lock = take("nightly", timeout=30)
     content = content_of(operator, TIMELINE, {"name": "nightly"})
     assert re.search("state held held for .* by code outside a task on", text_of(content))
-    assert "manage.py locks clear" in content
+    assert '<span class="singletask-state singletask-held">held</span>' in content
+    assert '<code class="singletask-code">manage.py locks clear' in content
+    assert 'tabindex="-1" open>' in content  # the list of what is drawn
+    assert text_of(content.partition("<body")[2]).split().count("nightly") == 1
     assert f'href="{CLEAR}?lock={lock.key.replace(":", "%3A")}+{lock.token}">Clear…' in content
 
 
@@ -816,7 +819,9 @@ def test_page_of_a_task_sums_up(operator):
     for number in (7, 8):
         put(f"feeds.import({number})", task="feeds.import")
         event(name=f"feeds.import({number})", task="feeds.import")
-    assert "state 2 locks held" in text_of(content_of(operator, TIMELINE, {"task": "feeds.import"}))
+    content = content_of(operator, TIMELINE, {"task": "feeds.import"})
+    assert "state 2 locks held" in text_of(content)
+    assert f'href="{BASE}?q=feeds.import">Held now' in content
 
 
 def test_page_of_a_lock_shows_its_history_while_the_cache_is_down(operator, settings, dead_redis):
