@@ -122,7 +122,8 @@ class TaskLockEvent(models.Model):
 
     class Meta:
         verbose_name = _("lock event")
-        verbose_name_plural = _("lock events")
+        # The menu of the admin shows it: the page of what is held is the first one there.
+        verbose_name_plural = _("locks")
         ordering = ("-happened_at",)
         default_permissions = ("view", "delete")
         permissions = (("clear_lock", _("Can clear a lock")),)

@@ -133,7 +133,7 @@ def _explain_free(selector: Selector) -> Why:
     """Explain a lock that is not held, or that of a run or a call with this id."""
     key = next(iter([*selector.keys(), selector.text]))
     with suppress(NoHistory):
-        rows, _complete = find(selector.conditions(), limit=1)
+        rows, _complete = find([selector], limit=1)
         for row in rows:
             if not is_key(selector.text):
                 key = row.key
