@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from django_singletask.history.queries import NEWEST, NoHistory, UsualHold, ago, reading
 from django_singletask.locks.keys import QUEUED, lock_of_slot
-from django_singletask.models import TaskLockEvent
+from django_singletask.models import RETAKEN, TaskLockEvent
 from django_singletask.operators import words
 from django_singletask.operators.held import (
     HOLDING,
@@ -42,14 +42,19 @@ SHOWN = 5
 class Why:
     """What is known of one lock, or of all locks of a task, now.
 
-    The attributes are the keys of the JSON. ``key`` is empty for a task. ``run`` is the run whose
-    id was asked for, if it holds no lock. ``held`` are locks in a state of ``HOLDING``, the worst
-    first: the holder, and those of other slots; or the locks of the task. ``queued`` are the calls
-    that stop duplicates, ``expired`` holds whose end nobody reported. ``completed`` is the last
-    completed run; ``task_completed`` is that of the task, if this lock has none. ``conflicts``
-    counts the calls of the last ``within`` seconds that found a lock held, by what became of them;
-    ``conflict`` is the last of them. ``troubles`` are the last runs with each kind of trouble, the
-    newest first. ``no_history`` says why nothing is known of the past, or is empty.
+    The attributes are the keys of the JSON:
+
+    * ``key`` is empty for a task, and ``run`` is the run whose id was asked for, if it holds none.
+    * ``held`` are locks in a state of ``HOLDING``, the worst first: the holder, and those of other
+      slots; or the locks of the task. ``queued`` are the calls that stop duplicates, ``expired``
+      holds whose end nobody reported.
+    * ``completed`` is the last completed run; ``task_completed`` is that of the task, if this lock
+      has none.
+    * ``conflicts`` counts the calls of the last ``within`` seconds that found a lock held, by what
+      became of them, and ``duplicates`` those that found an equal call queued. ``conflict`` is the
+      last of all these.
+    * ``troubles`` are the last runs with each kind of trouble, the newest first.
+    * ``no_history`` says why nothing is known of the past, or is empty.
     """
 
     name: str
@@ -63,7 +68,8 @@ class Why:
     completed: TaskLockEvent | None = None
     task_completed: TaskLockEvent | None = None
     conflict: TaskLockEvent | None = None
-    conflicts: dict[str, int] = dataclasses.field(default_factory=dict)
+    conflicts: Counter[str] = dataclasses.field(default_factory=Counter)
+    duplicates: int = 0
     within: float = DAY
     troubles: list[TaskLockEvent] = dataclasses.field(default_factory=list)
     starving: Starving | None = None
@@ -100,8 +106,6 @@ def why(text: str) -> Why:
     if locks:
         lock = _lock_meant(text, locks)
         return _explain_lock(lock.name, lock.lock_key)
-    if selector.is_pattern and not selector.is_exact:
-        raise UnknownName(text)
     return _explain_free(selector)
 
 
@@ -130,18 +134,25 @@ def _lock_meant(text: str, locks: list[HeldLock]) -> HeldLock:
 
 
 def _explain_free(selector: Selector) -> Why:
-    """Explain a lock that is not held, or that of a run or a call with this id."""
-    key = next(iter([*selector.keys(), selector.text]))
+    """Explain a lock that is not held, as the history knows it, or that of a run with this id."""
+    rows: list[TaskLockEvent] = []
     with suppress(NoHistory):
-        rows, _complete = find([selector], limit=1)
-        for row in rows:
-            if not is_key(selector.text):
-                key = row.key
-            known = _explain_lock(row.name, lock_of_slot(key))
-            if selector.text in (row.task_id, row.token):
-                known.run = row
-            return known
-    return _explain_lock(selector.name, key)
+        rows, _complete = find([selector], limit=NEWEST)
+    names = sorted({row.name for row in rows})
+    if len(names) > 1:
+        raise SeveralMeant(selector.text, names[:SHOWN])
+    for row in rows:
+        key = row.key
+        if is_key(selector.text):
+            key = selector.text
+        known = _explain_lock(row.name, lock_of_slot(key))
+        if selector.text in (row.task_id, row.token):
+            known.run = row
+        return known
+    if selector.is_pattern:
+        raise UnknownName(selector.text)
+    # Only the history could say that there is no such lock.
+    return _explain_lock(selector.name, next(iter([*selector.keys(), selector.text])))
 
 
 # What is known
@@ -214,14 +225,13 @@ def _note_rows(known: Why, rows: list[TaskLockEvent]) -> None:
         known.within = min(DAY, ago(rows[-1].end))
     met = [row for row in rows if row.is_counted]
     known.conflict = next(iter(met), None)
-    conflicts: Counter[str] = Counter()
     for row in met:
-        result = row.result
+        if ago(row.end) > known.within:
+            break
         if row.kind == "duplicate":
-            result = "duplicates"
-        if ago(row.end) <= known.within:
-            conflicts[result] += row.count
-    known.conflicts = conflicts
+            known.duplicates += row.count
+        else:
+            known.conflicts[row.result] += row.count
     told: set[str] = set()
     for row in rows:
         if not told.issuperset(row.troubles):
@@ -267,13 +277,14 @@ def facts(why: Why) -> Iterator[Fact]:
 
 def _tell_run(run: TaskLockEvent) -> str:
     """Say what became of the run, or the call, whose id was asked for."""
+    when = run.end
     if run.is_counted:
-        text = f"{run.holder()}: {words.word(run)} {_ago(run.at)}, {words.reason(run)}"
-    else:
-        text = f"{run.holder()}: {words.word(run)} {_ago(run.end)}"
-    blocker = run.blocked_by_task_id
-    if blocker:
-        text += f", blocked by {blocker}"
+        when = run.at
+    text = f"{run.holder()}: {words.word(run)} {_ago(when)}"
+    if run.is_counted:
+        text += f", {words.reason(run)}"
+    if run.blocked_by_task_id:
+        text += f", blocked by {run.blocked_by_task_id}"
     return text
 
 
@@ -301,20 +312,21 @@ def _tell_past(why: Why) -> Iterator[Fact]:
     if why.no_history:
         return
     if why.usual:
-        yield Fact("usual", _tell_usual(why, why.usual))
+        median = words.hold_time(why.usual.median)
+        yield Fact("usual", f"{median}, longest {words.hold_time(why.usual.longest)}")
     yield Fact("conflicts", _tell_conflicts(why))
     yield Fact("completed", _tell_completed(why))
     for row in why.troubles:
-        parts = [f"{' and '.join(row.troubles)} {_ago(row.end)}", str(row.holder())]
-        parts += filter(None, [words.witness(row), row.reason])
-        yield Fact("trouble", ", ".join(parts))
+        yield Fact("trouble", _tell_trouble(row))
 
 
-def _tell_usual(why: Why, usual: UsualHold) -> str:
-    text = f"{words.hold_time(usual.median)}, longest {words.hold_time(usual.longest)}"
-    if why.key and any(lock.state == "slow" for lock in why.held):
-        text += "; this hold is slow"
-    return text
+def _tell_trouble(row: TaskLockEvent) -> str:
+    when = row.end
+    if row.troubles == [RETAKEN] and row.retaken_at:
+        when = row.retaken_at
+    parts = [f"{' and '.join(row.troubles)} {_ago(when)}", str(row.holder())]
+    parts += filter(None, [words.witness(row), row.reason])
+    return ", ".join(parts)
 
 
 def _tell_completed(why: Why) -> str:
@@ -382,15 +394,10 @@ def _tell_lease(lock: HeldLock) -> str:
 
 def _tell_conflicts(why: Why) -> str:
     """Say how many calls met the holders of a lock, or lately found it held."""
-    text = _tell_lately(why)
     if why.key and why.held:
-        count = sum(filter(None, [lock.conflicts for lock in why.held]))
-        if not count:
-            return "none during this hold"
-        text = f"{count} during this hold"
-        waiting = sum(filter(None, [lock.waiting for lock in why.held]))
-        if waiting:
-            text += f", {waiting} waiting"
+        text = _tell_met(why.held)
+    else:
+        text = _tell_lately(why)
     if why.conflict:
         text += f"; the last {_ago(why.conflict.end)}"
         if why.free and why.conflict.blocked_by_task_id:
@@ -398,14 +405,22 @@ def _tell_conflicts(why: Why) -> str:
     return text
 
 
+def _tell_met(held: list[HeldLock]) -> str:
+    """Say how many calls met these holders, and how many of them wait."""
+    count = sum(lock.conflicts for lock in held if lock.conflicts)
+    waiting = sum(lock.waiting for lock in held if lock.waiting)
+    if not count:
+        return "none during this hold"
+    if not waiting:
+        return f"{count} during this hold"
+    return f"{count} during this hold, {waiting} waiting"
+
+
 def _tell_lately(why: Why) -> str:
     """Say what became of the calls that found a lock held."""
-    counts = []
-    for result, count in sorted(why.conflicts.items()):
-        word = result
-        if count == 1:
-            word = result.removesuffix("s")  # of "duplicates": no other word ends with "s"
-        counts.append(f"{count} {word}")
+    counts = [f"{count} {result}" for result, count in sorted(why.conflicts.items())]
+    if why.duplicates:
+        counts.append(words.plural(why.duplicates, "duplicate"))
     if not counts:
         counts.append("none")
     return f"{', '.join(counts)} in the last {duration(why.within)}"

@@ -187,7 +187,7 @@ def test_slow_hold_is_called_slow():
     for _ in range(5):
         ran(7800, 0.01, name=NAME, key=KEY, task=TASK)
     assert explained().startswith(f"{NAME}: slow\n")
-    assert facts()["usual"] == "0.01s, longest 0.01s; this hold is slow"
+    assert facts()["usual"] == "0.01s, longest 0.01s"
 
 
 @pytest.mark.parametrize(
@@ -439,7 +439,7 @@ def test_history_that_is_away_is_mentioned():
 
 
 @pytest.mark.parametrize(
-    "text", ["import_fed", "import_feed(9)", "feed_id=7", "0b4c5d1e", f"{KEY}0", "None"]
+    "text", ["import_fed", "import_fed(9)", "feed_id=7", "0b4c5d1e", f"{KEY}0", "None"]
 )
 def test_text_that_nothing_is_known_by_gets_a_next_step_and_no_guess(text):
     hold_elsewhere(task=None, task_id=None)
@@ -451,6 +451,27 @@ def test_text_that_nothing_is_known_by_gets_a_next_step_and_no_guess(text):
         "'manage.py locks history' what was. "
     )
     assert "The log of the worker has a line for each call" in str(caught.value)
+
+
+def test_unknown_call_of_a_known_task_is_sent_to_the_task():
+    hold()
+    ran(90, name=NAME, key=KEY, task=TASK)
+    with pytest.raises(CommandError) as caught:
+        why("import_feed(9)")
+    assert "'manage.py locks why import_feed' tells what is known of that task." in str(
+        caught.value
+    )
+    assert "feed_id=7" not in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["import_feed(feed_id=7)", "…feed(feed_id=7)", "web-1", "web-1:9"])
+def test_free_lock_is_explained_by_what_the_history_shows_of_it(text):
+    ran(90, name=NAME, key=KEY, task=TASK, host="web-1", pid=9)
+    assert why(text).key == KEY
+    ran(80, name="nightly", host="web-1", pid=10)
+    if text == "web-1":
+        with pytest.raises(CommandError, match="means more than one"):
+            why(text)
 
 
 def test_host_with_locks_of_several_tasks_asks_for_one():
