@@ -33,7 +33,8 @@ from django_singletask.operators import held, words
 from django_singletask.operators.charts import draw, headline, per_task
 from django_singletask.operators.explain import facts, why
 from django_singletask.operators.held import HeldLock, cannot_ask
-from django_singletask.operators.names import NOT_RECORDED, SCANNED, judge, of_what, recorded_tasks
+from django_singletask.operators.names import recorded_tasks
+from django_singletask.operators.recorded import NOT_RECORDED, SCANNED, judge, of_what
 from django_singletask.operators.starving import starving
 from django_singletask.operators.windows import HOUR, SPANS, Window, window_of
 from django_singletask.task.base import import_tasks, singleton_tasks
@@ -320,7 +321,7 @@ class TaskLockEventAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
         response = self.render(
             request,
             "changelist",
-            locks=held.with_history([*page.object_list]),
+            locks=held.add_conflicts([*page.object_list]),
             dead=dead,
             page=page,
             query=request.GET,
@@ -387,6 +388,8 @@ class TaskLockEventAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
     ) -> HttpResponse:
         """Show who holds the locks, and a form that frees them."""
         states = {lock.state for lock in locks}
+        if states & held.RUNNING:
+            states.add("held")
         is_queued = states <= {"queued", "blocking"}
         title = _("Clear these locks?")
         if is_queued:
@@ -595,9 +598,9 @@ def window_form(request: HttpRequest, now: datetime) -> dict[str, Any]:
 
 def search_locks(text: str, column: str, backwards: bool) -> list[HeldLock]:
     """Return the locks that mention a text, sorted by a column."""
-    locks = [lock for lock in held.list_held() if lock.mentions(text)]
+    locks = held.add_states([lock for lock in held.list_held() if lock.mentions(text)])
     if column == "conflicts":
-        held.with_history(locks)
+        held.add_conflicts(locks)
     return sorted(locks, key=lambda lock: getattr(lock, ORDERS[column]) or 0, reverse=backwards)
 
 

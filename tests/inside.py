@@ -37,7 +37,7 @@ from django_singletask.history import queries, recorder, sweep, writing
 from django_singletask.locks import keys, lease, liveness, parameters, ref, renewal
 from django_singletask.locks import lock as locking
 from django_singletask.management.commands import locks
-from django_singletask.operators import charts, explain, held, names, words
+from django_singletask.operators import charts, explain, held, names, recorded, words
 from django_singletask.operators import starving as starvation
 from django_singletask.signals import LockEvent
 from django_singletask.stores import base, epoch
@@ -712,13 +712,13 @@ def call_lock(task: str, **arguments: Any) -> tuple[str, str]:
 
 
 def shown_key(name: str) -> str:
-    """Return the key of the lock that pages show by this name: of a call, if it is one."""
-    return next(iter(names.locks_of(name)))
+    """Return a key for the lock that pages show by this name."""
+    return keys.name_key(name).key
 
 
 def held_now(*typed: str) -> list[Any]:
     """Return what the operators are shown: all that is held, or what some texts mean."""
-    return held.list_held([names.select(text) for text in typed])
+    return held.add_states(held.list_held([names.select(text) for text in typed]))
 
 
 def starving(longer_than: float, *typed: str) -> list[Any]:
@@ -765,8 +765,8 @@ BOUNDS = {
     "rows of a window": (queries, "AT_EDGE"),
     "names that a search begins": (queries, "FREQUENT"),
     "tokens of a question": (queries, "BATCH"),
-    "rows of a search": (names, "SCANNED"),
-    "open rows": (names, "OPEN"),
+    "rows of a search": (recorded, "SCANNED"),
+    "open rows": (recorded, "OPEN"),
     "recorded tasks": (names, "RECORDED"),
     "rows of a task": (explain, "NEWEST"),
     "conflicts of what starves": (starvation, "NEWEST"),

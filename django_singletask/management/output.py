@@ -76,7 +76,7 @@ def lock_table(locks: Iterable[HeldLock]) -> Iterator[str]:
 
 
 def _lock_cells(lock: HeldLock) -> tuple[str, ...]:
-    state = lock.condition
+    state = lock.word
     if lock.share:
         state += f" ({lock.share})"
     lease = words.duration(lock.remaining)
@@ -159,8 +159,6 @@ LOCK = (
     "conflicts",
     "waiting",
     "usual",
-    "slow",
-    "stopped",
     "token",
     "task",
     "task_id",

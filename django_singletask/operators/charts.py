@@ -19,7 +19,7 @@ from django_singletask.history.queries import OPEN, TaskLockEventQuerySet, sums
 from django_singletask.locks.keys import QUEUED
 from django_singletask.models import RETAKEN, TROUBLE, TaskLockEvent, hold_end
 from django_singletask.operators import words
-from django_singletask.operators.names import judge
+from django_singletask.operators.recorded import judge
 from django_singletask.operators.windows import DAY, HOUR, Window
 from django_singletask.operators.words import WORDS
 

@@ -17,8 +17,17 @@ from django_singletask.history.queries import NEWEST, NoHistory, ago, reading
 from django_singletask.locks.keys import QUEUED, LockKey, lock_of_slot
 from django_singletask.models import TaskLockEvent
 from django_singletask.operators import words
-from django_singletask.operators.held import HeldLock, list_held, must_be_known, with_history
-from django_singletask.operators.names import Selector, UnknownName, find, select
+from django_singletask.operators.held import (
+    HOLDING,
+    RUNNING,
+    HeldLock,
+    add_conflicts,
+    add_states,
+    list_held,
+    must_be_known,
+)
+from django_singletask.operators.names import Selector, SeveralMeant, select
+from django_singletask.operators.recorded import find
 from django_singletask.operators.starving import starvation
 from django_singletask.operators.words import duration
 from django_singletask.stores.base import CannotList
@@ -27,8 +36,6 @@ from django_singletask.stores.keys import is_key
 DAY = 86_400.0
 SHOWN = 5
 """Locks of a task that are told one by one."""
-HOLDING = frozenset({"held", "dead", "handed_over", "kept"})
-"""States of a lock that somebody has."""
 
 
 class Why(SimpleNamespace):
@@ -53,7 +60,7 @@ class Why(SimpleNamespace):
         if not self.held:
             return "not held"
         holder = self.held[0]
-        state: str = holder.condition
+        state: str = holder.word
         if holder.share:
             state += f" ({holder.share} slots)"
         return state
@@ -77,19 +84,19 @@ def why(text: str) -> Why:
         if selector.tasks:
             raise
     must_be_known([selector], locks)
-    if any(lock.lock_key in selector.locks for lock in locks):
+    if selector.is_exact or any(selector.text in (lock.key, lock.name) for lock in locks):
         return _gather(text, selector, locks)
     names = sorted({lock.name for lock in locks})
     several = selector.tasks or names[:SHOWN]
     if len(several) > 1:
-        raise UnknownName(text, several, several=True)
+        raise SeveralMeant(text, several)
     if selector.tasks:
         [task] = selector.tasks
         holds = any(lock.state in HOLDING for lock in locks)
         if len(names) != 1 or not (holds or f"{task}()" in names):
             return _gather(text, selector, locks, task)
     runs = list[TaskLockEvent]()
-    if not (names or selector.is_exact):
+    if not names:
         with suppress(NoHistory):
             runs, _complete = find([{"task_id": text}, {"ref": text}], limit=1)
     names += [*(row.name for row in runs), text]
@@ -105,7 +112,9 @@ def why(text: str) -> Why:
 def _gather(text: str, selector: Selector, locks: list[HeldLock], task: str = "") -> Why:
     """Gather what is known of a task, or else of the lock that is named."""
     history = TaskLockEvent.objects
-    names = {*(lock.name for lock in with_history(locks)), *selector.locks.values()}
+    add_states(locks)
+    add_conflicts(locks)
+    names = {*(lock.name for lock in locks), selector.name}
     recorded = history.named(*names)
     if task:
         recorded = history.of_task(task)
@@ -136,12 +145,10 @@ def _gather(text: str, selector: Selector, locks: list[HeldLock], task: str = ""
         locks = [lock for lock in locks if lock.lock_key in meant]
         rows = [row for row in rows if lock_of_slot(row.key) in meant]
     holding = [lock for lock in locks if lock.state in HOLDING]
-    # A free lock of which neither the key nor a name that the history knows was given may be
-    # misspelled: the others of its task help.
     others: list[HeldLock] = []
     if key and task and not (holding or selector.is_exact):
         with suppress(CannotList):
-            others = list_held([Selector(task, {}, [task])])
+            others = list_held([select(task)])
     newest: dict[str, Any] = {}
     for row in rows:
         for trouble in row.troubles:
@@ -182,7 +189,8 @@ def _gather(text: str, selector: Selector, locks: list[HeldLock], task: str = ""
 
 def _choose_lock(selector: Selector, about: dict[str, Any]) -> tuple[str, str, str]:
     """Return the key, the name and the task of the lock that is meant, of those that are there."""
-    key, name = next(iter(selector.locks.items()), (selector.text, selector.text))
+    key = next(iter(selector.keys()), selector.text)
+    name = selector.name
     keys = [each for each in about if not each.startswith(QUEUED)]
     if keys and not is_key(selector.text):
         key = keys[0]
@@ -208,18 +216,18 @@ def facts(why: Why) -> Iterator[tuple[str, str]]:
         yield "starving", f"{met} in {duration(why.starving.unmet)}; no run completed"
     if holder:
         yield "held", _state(holder)
-        if holder.state in ("held", "dead"):
+        if holder.state in RUNNING | {"dead"}:
             yield "lease", _lease(holder)
             yield "page", words.task_page(holder.task_id)
     else:  # the locks of a task, if there are any
         for lock in why.held[:SHOWN]:
-            yield "held", f"{lock.name}: {lock.condition}, {_state(lock)}"
+            yield "held", f"{lock.name}: {lock.word}, {_state(lock)}"
         if len(why.held) > SHOWN:
             yield "held", f"and {len(why.held) - SHOWN} more"
     yield from _past(why)
     if holder:
-        if holder.state == "held":
-            if holder.stopped:
+        if holder.state in RUNNING:
+            if holder.state == "stopped":
                 yield "continue", f"kill -CONT {holder.pid}"
             kill = f"kill {holder.pid}"
             if holder.task_id:
@@ -229,7 +237,7 @@ def facts(why: Why) -> Iterator[tuple[str, str]]:
                 yield "stop", kill
         yield "free", _clear(holder)
         for lock in why.held[1:]:
-            yield "slot", f"{lock.condition}, {_state(lock)}"
+            yield "slot", f"{lock.word}, {_state(lock)}"
             yield "free", _clear(lock)
     for lock in why.queued:
         text = _state(lock)
@@ -260,7 +268,7 @@ def _past(why: Why) -> Iterator[tuple[str, str]]:
     """Yield what the history knows."""
     if why.usual is not None:
         text = f"{words.hold_time(why.usual.median)}, longest {words.hold_time(why.usual.longest)}"
-        if why.key and any(lock.slow for lock in why.held):
+        if why.key and any(lock.state == "slow" for lock in why.held):
             text += "; this hold is slow"
         yield "usual", text
     if why.others:
@@ -301,7 +309,7 @@ def _state(lock: HeldLock) -> str:
         process = f"dead: {lock.death}; the next call on this host takes the lock over"
     elif lock.alive:
         process = "alive on this host"
-        if lock.stopped:
+        if lock.state == "stopped":
             process = "stopped on this host"
     text = f"by {lock} ({process})"
     if lock.since:
@@ -317,7 +325,7 @@ def _lease(lock: HeldLock) -> str:
     if lock.held_for - age > 1:
         text += f", renewed {duration(age)} ago"
     text += f", ends in {duration(lock.remaining)}"
-    if lock.state == "held":
+    if lock.state in RUNNING:
         text += " unless renewed"
     return text
 

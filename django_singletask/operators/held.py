@@ -13,6 +13,7 @@ from typing import Any
 
 from django.core.exceptions import ImproperlyConfigured
 from django.utils.translation import gettext as _
+from django.utils.translation import ngettext
 
 from django_singletask.conf import conf
 from django_singletask.exceptions import LockUnavailable
@@ -23,7 +24,9 @@ from django_singletask.locks.liveness import is_alive, is_stopped, proof_of_deat
 from django_singletask.locks.ref import KEPT, LockRef
 from django_singletask.log import in_words, logger
 from django_singletask.models import TaskLockEvent, is_over
-from django_singletask.operators.names import Selector, UnknownName, unknown
+from django_singletask.operators.names import Selector, SeveralMeant, UnknownName
+from django_singletask.operators.recorded import find
+from django_singletask.operators.starving import Starving, starving
 from django_singletask.operators.words import STATES, place
 from django_singletask.process import Process
 from django_singletask.stores import get_store
@@ -37,25 +40,40 @@ CLEARLY = 10.0
 """Seconds by which a slow run is longer than the usual one, at least."""
 
 
+RUNNING = frozenset({"held", "starving", "slow", "stopped"})
+"""States of a lock whose run has not ended, as far as is known."""
+HOLDING = RUNNING | {"dead", "handed_over", "kept"}
+"""States of a lock that somebody has."""
+RANKS = {"dead": 0, "expired": 0, "stopped": 1, "slow": 2, "starving": 3}
+"""States that somebody should look at, the worst first."""
+
+
 @dataclasses.dataclass(kw_only=True)
 class HeldLock(Holder):
     """A lock that the store holds now, or what looks like one, with its holder.
 
-    ``state`` is ``"held"``; ``"dead"``, held by a process that is proven gone; ``"handed_over"``,
-    left to a process that has not received it yet; ``"kept"`` by a run that has returned
-    (``lock_at_least``); ``"queued"``, not a lock but the entry of a call that stops its duplicates;
-    ``"blocking"``, such an entry of a call that has begun; or ``"expired"``, an open row of the
-    history whose first lease is over and whose token the store no longer has. A worker's sweep
-    closes the row, unless its process lives and takes the lock again, as it may when the cache has
-    forgotten the lock.
+    ``state`` is one of these:
+
+    * ``"dead"``: held by a process that is proven gone.
+    * ``"expired"``: an open row of the history whose first lease is over and whose token the store
+      no longer has. A worker's sweep closes the row, unless its process lives and takes the lock
+      again, as it may when the cache has forgotten the lock.
+    * ``"stopped"``: held by a process that is seen to stand still.
+    * ``"slow"``: held for much longer than is usual.
+    * ``"starving"``: held, and for an hour or more no run has completed, while others are called.
+    * ``"held"``: none of these.
+    * ``"kept"``: by a run that has returned (``lock_at_least``).
+    * ``"handed_over"``: left to a process that has not received it yet.
+    * ``"blocking"``, ``"queued"``: not a lock, but the entry of a call that stops its duplicates; a
+      call that blocks has begun.
 
     ``key`` is that of the slot if the lock has several, ``lock_key`` that of the lock. Each holder
     of such a lock is a lock here, and ``slots_held`` counts them. ``held_for`` and ``remaining``
     are seconds, ``remaining`` None where the store cannot tell. ``alive`` says whether the process
     of the holder is there, None if that cannot be told from this host; ``death`` is the proof that
-    it is gone, and ``stopped`` says that it is seen to stand still. ``conflicts`` counts the calls
-    that met this holder (of a queued call: its duplicates), ``waiting`` those of them that were
-    postponed; :func:`with_history` sets these and ``usual``. They are None without a history.
+    it is gone. ``conflicts`` counts the calls that met this holder (of a queued call: its
+    duplicates), ``waiting`` those of them that wait or are postponed; :func:`add_conflicts` sets
+    both. :func:`add_states` sets ``usual``. All three are None if they are not known.
     """
 
     key: str
@@ -64,7 +82,6 @@ class HeldLock(Holder):
     remaining: float | None = None
     alive: bool | None = None
     death: str | None = None
-    stopped: bool = False
     slots_held: int = 1
     conflicts: int | None = None
     waiting: int | None = None
@@ -104,16 +121,6 @@ class HeldLock(Holder):
         return str(STATES[self.state])
 
     @property
-    def condition(self) -> str:
-        """The state as one code; a lock that is held can be ``"stopped"`` or ``"slow"``."""
-        if self.state == "held":
-            if self.stopped:
-                return "stopped"
-            if self.slow:
-                return "slow"
-        return self.state.replace("_", " ")
-
-    @property
     def share(self) -> str:
         """How many of its slots are held, as ``2 of 3``; empty if it has only one."""
         if self.slots <= 1:
@@ -121,19 +128,12 @@ class HeldLock(Holder):
         return _("{} of {}").format(self.slots_held, self.slots)
 
     @property
-    def slow(self) -> bool:
-        """Whether it has been held for much longer than is usual, as far as that is known.
-
-        Of runs that are all alike, the next is longer than the five before it in one case of six:
-        so the limit is twice the longest. A second instead of a hundredth is nothing to look at.
-        """
-        usual = self.usual
-        if usual is None or usual.runs < ENOUGH:
-            return False
-        return self.held_for > max(2 * usual.longest, usual.median + CLEARLY)
+    def badness(self) -> tuple[int, float, str]:
+        """What sorts locks: the worst first, and of these the longest held."""
+        return RANKS.get(self.state, len(RANKS)), -self.held_for, self.name
 
 
-SAID = (CannotList, ImproperlyConfigured, NoHistory, NotMarked, UnknownName)
+SAID = (CannotList, ImproperlyConfigured, NoHistory, NotMarked, SeveralMeant, UnknownName)
 """Errors whose texts say all that there is to say."""
 
 
@@ -156,86 +156,123 @@ USUAL = 30
 """Locks whose usual hold is looked up."""
 
 
-def match(locks: Sequence[HeldLock], selector: Selector) -> list[HeldLock]:
-    """Return the locks, or slots of them, that are meant: those of the first way that finds any.
-
-    These are: a name or key; an id; a task, call or pattern; a host. An entry of unknown origin has
-    an empty token and host, so an empty text means no lock; nor does one in which all is cut out.
-    """
-    text = selector.text
-    if not text.strip("…"):
-        return []
-    keys = {text, *selector.locks}
-    found = [lock for lock in locks if {lock.key, lock.lock_key, lock.name} & keys]
-    if found or selector.is_exact:
-        return found
-    found = [lock for lock in locks if text in (lock.token, lock.task_id)]
-    if not found:
-        found = [lock for lock in locks if selector.covers(lock.name, lock.task)]
-    if not found:
-        found = [lock for lock in locks if text == lock.host]
-    return found
-
-
 def list_held(selectors: Sequence[Selector] = ()) -> list[HeldLock]:
-    """List the locks that are held, dead, queued or expired, the longest held first.
+    """List the locks that are held, dead, stopped, queued or expired, in any order.
 
-    They match one of ``selectors``, if there are any. A store that cannot list its entries is asked
-    for the keys of the open rows of the history. Raises :class:`CannotList` if there are none to be
-    had, and :class:`LockUnavailable`.
+    One of ``selectors`` selects them, if there are any. A store that cannot list its entries is
+    asked for the keys of the open rows of the history. Raises :class:`CannotList` if there are none
+    to be had, and :class:`LockUnavailable`.
     """
-    history = TaskLockEvent.objects
-    keys = [key for each in selectors for key in each.locks]
-    locks = read(keys)
-    seen = {key for lock in locks for key in (lock.key, lock.lock_key)}
-    missed = [each for each in selectors if seen.isdisjoint(each.locks)]
-    # The first slot may be free while another is held: then no holder said how many there are.
-    keys += [slot for each in missed for key in each.locks for slot in LockKey("", key).slots()]
-    if missed and all(each.is_exact for each in missed):
-        locks = read(keys)
-    elif missed or not selectors:
-        try:
-            locks = read()
-        except CannotList as error:
-            try:
-                with reading():
-                    keys += [row.key for row in history.open()[:OPEN]]
-                    ended = history.filter(kind="run")[:NEWEST]
-                    keys += [row.key for row in ended if row.reason.startswith(KEPT)]
-            except NoHistory as reason:
-                raise CannotList(f"{error} {reason}") from reason
-            locks = read(keys)
-    tokens = {lock.token for lock in locks}
-    with suppress(NoHistory), reading():
-        # Read after the store: otherwise a run that ends between the two would seem expired.
-        over = [row for row in history.open()[:OPEN] if row.token not in tokens and is_over(row)]
-        locks += [HeldLock(**vars(row.holder()), key=row.key, state="expired") for row in over]
-    # A call that is unique until it has finished has its lock as well while it runs.
-    locks = [lock for lock in locks if not (lock.queued and lock.pid)]
+    locks: list[HeldLock] = []
     if selectors:
-        meant = {id(lock) for each in selectors for lock in match(locks, each)}
-        locks = [lock for lock in locks if id(lock) in meant]
-    return sorted(locks, key=lambda lock: (-lock.held_for, lock.name))
+        keys = [key for selector in selectors for key in [*selector.keys()]]
+        locks = _selected(selectors, read(keys))
+    missed = [each for each in selectors if not (each.is_exact or any(map(each.selects, locks)))]
+    if missed or not selectors:
+        seen = {lock.key for lock in locks}
+        others = [lock for lock in _read_all() if lock.key not in seen]
+        locks += _selected(missed, others)
+    locks += _selected(selectors, _list_expired({lock.token for lock in locks}))
+    # A call that is unique until it has finished has its lock as well while it runs.
+    return [lock for lock in locks if not (lock.queued and lock.pid)]
+
+
+def _selected(selectors: Sequence[Selector], locks: list[HeldLock]) -> list[HeldLock]:
+    if not selectors:
+        return locks
+    return [lock for lock in locks if any(each.selects(lock) for each in selectors)]
+
+
+def _read_all() -> list[HeldLock]:
+    """Return all that the store has, as far as the store or the history can list it."""
+    try:
+        return read()
+    except CannotList as error:
+        history = TaskLockEvent.objects
+        try:
+            with reading():
+                keys = [row.key for row in history.open()[:OPEN]]
+                ended = history.filter(kind="run")[:NEWEST]
+                keys += [row.key for row in ended if row.reason.startswith(KEPT)]
+        except NoHistory as reason:
+            raise CannotList(f"{error} {reason}") from reason
+        return read(keys)
+
+
+def _list_expired(tokens: set[str]) -> list[HeldLock]:
+    """List open rows of the history whose lease is over; ``tokens`` are those of the store.
+
+    Call this after the store was read: otherwise a run that ends between the two seems expired.
+    """
+    with suppress(NoHistory), reading():
+        over = [row for row in TaskLockEvent.objects.open()[:OPEN] if is_over(row)]
+        return [
+            HeldLock(**vars(row.holder()), key=row.key, state="expired")
+            for row in over
+            if row.token not in tokens
+        ]
+    return []
 
 
 def must_be_known(selectors: Iterable[Selector], locks: Sequence[HeldLock] = ()) -> None:
-    """Raise :class:`UnknownName` if a selector means no lock and nothing else that is known."""
-    for selector in selectors:
-        if match(locks, selector) or selector.is_known():
-            continue
-        all_locks = list[HeldLock]()
-        with suppress(CannotList, LockUnavailable):
-            all_locks = list_held()
-        if not match(all_locks, selector):
-            raise unknown(selector.text, [lock.name for lock in all_locks])
+    """Raise :class:`UnknownName` if a name selects no lock and nothing else knows it.
 
-
-def with_history(locks: list[HeldLock]) -> list[HeldLock]:
-    """Set how many calls met each lock, and how long it usually is held.
-
-    What is usual for a task, or a name without one, costs a query, so only the longest held, which
-    come first, are looked up: a hold that has only begun cannot be an unusually long one.
+    Without the history nobody can say so. A pattern may select nothing.
     """
+    for selector in selectors:
+        if selector.is_pattern or any(map(selector.selects, locks)) or selector.tasks:
+            continue
+        with suppress(NoHistory):
+            rows, _complete = find(selector.conditions(), limit=1)
+            if not rows and conf.history != "off":
+                raise UnknownName(selector.text)
+
+
+def add_states(locks: list[HeldLock], hungry: Sequence[Starving] | None = None) -> list[HeldLock]:
+    """Find out which locks are slow or starve; sort the list, the worst first, and return it.
+
+    ``hungry`` is what :func:`starving` returned, if the caller has asked already.
+    """
+    if hungry is None:
+        hungry = ()
+        with suppress(NoHistory):
+            hungry = starving()
+    starved = {each.name for each in hungry}
+    held = [lock for lock in locks if lock.state == "held"]
+    for lock in held:
+        if lock.name in starved:
+            lock.state = "starving"
+    if conf.history != "off":
+        _find_slow(held)
+    locks.sort(key=attrgetter("badness"))
+    return locks
+
+
+def _find_slow(locks: list[HeldLock]) -> None:
+    """Mark the locks that are held for much longer than is usual.
+
+    Of runs that are all alike, the next is longer than the five before it in one case of six: so
+    the limit is twice the longest. A second instead of a hundredth is nothing to look at. What is
+    usual for a task, or a name without one, costs a query: so only the longest held are looked up.
+    """
+    usual: dict[str, UsualHold | None] = {}
+    for lock in sorted(locks, key=attrgetter("held_for"), reverse=True):
+        if lock.held_for <= CLEARLY:
+            break
+        owner = lock.task or lock.name
+        if owner not in usual:
+            if len(usual) == USUAL:
+                continue
+            usual[owner] = TaskLockEvent.objects.usual_hold(lock.name, lock.task or "")
+        lock.usual = usual[owner]
+        if lock.usual is None or lock.usual.runs < ENOUGH:
+            continue
+        if lock.held_for > max(2 * lock.usual.longest, lock.usual.median + CLEARLY):
+            lock.state = "slow"
+
+
+def add_conflicts(locks: list[HeldLock]) -> list[HeldLock]:
+    """Count the calls that met each lock, and those of them that wait; return the list."""
     if conf.history == "off":
         return locks
     met = Counter[str]()
@@ -251,16 +288,25 @@ def with_history(locks: list[HeldLock]) -> list[HeldLock]:
     except NoHistory as error:
         logger.warning("The conflicts cannot be counted. %s", error)
         return locks
-    holds: dict[str, UsualHold | None] = {}
     for lock in locks:
         lock.conflicts = met[lock.token]
         lock.waiting = waiting[lock.token]
-        if lock.state == "held":
-            owner = lock.task or lock.name
-            if owner not in holds and len(holds) < USUAL:
-                holds[owner] = TaskLockEvent.objects.usual_hold(lock.name, lock.task or "")
-            lock.usual = holds.get(owner)
     return locks
+
+
+def count_states(locks: Iterable[HeldLock]) -> Counter[str]:
+    return Counter(lock.state for lock in locks)
+
+
+def summary(locks: Sequence[HeldLock]) -> str:
+    """Count the locks, and those that somebody should look at: ``17 locks: 4 dead, 1 stopped``."""
+    number = len(locks)
+    text = ngettext("{} lock", "{} locks", number).format(number)
+    counts = count_states(locks)
+    troubles = [f"{counts[state]} {STATES[state]}" for state in RANKS if counts[state]]
+    if troubles:
+        text += f": {', '.join(troubles)}"
+    return text
 
 
 def clear(lock: HeldLock, *, actor: str, reason: str = "") -> bool:
@@ -325,34 +371,39 @@ def read(keys: Iterable[str] | None = None) -> list[HeldLock]:
     locks = []
 
     @cache  # Many locks share a process: it is kept once, and judged once.
-    def facts_of(*facts: Any) -> dict[str, Any]:
+    def facts_of(*facts: Any) -> tuple[dict[str, Any], bool]:
         process = Process(*facts)
-        return {
-            **vars(process),
-            "alive": is_alive(process),
-            "death": proof_of_death(process),
-            "stopped": is_stopped(process),
-        }
+        judged = {"alive": is_alive(process), "death": proof_of_death(process)}
+        return {**vars(process), **judged}, is_stopped(process)
 
     for key, entry in _entries(keys):
         holder = Holder.decode(entry.value)
-        facts = {**vars(holder), **facts_of(*PROCESS(holder))}
+        known, stopped = facts_of(*PROCESS(holder))
+        facts = {**vars(holder), **known}
         lock = HeldLock(**facts, key=key, state="held", remaining=entry.remaining)
-        if key.startswith(QUEUED):
-            lock.state = "queued"
-            if holder.kept:
-                lock.state = "blocking"
-        elif holder.kept:
-            lock.state = "kept"
-        elif holder.token and not holder.pid:
-            lock.state = "handed_over"
-        elif lock.death:
-            lock.state = "dead"
+        lock.state = _state(lock, stopped)
         locks.append(lock)
     holders = Counter(map(attrgetter("lock_key"), locks))
     for lock in locks:
         lock.slots_held = holders[lock.lock_key]
     return locks
+
+
+def _state(lock: HeldLock, stopped: bool) -> str:
+    """Return the state that the entry and its process show."""
+    if lock.key.startswith(QUEUED):
+        if lock.kept:
+            return "blocking"
+        return "queued"
+    if lock.kept:
+        return "kept"
+    if lock.token and not lock.pid:
+        return "handed_over"
+    if lock.death:
+        return "dead"
+    if stopped:
+        return "stopped"
+    return "held"
 
 
 def _entries(keys: Iterable[str] | None) -> Iterable[tuple[str, Entry]]:

@@ -1,279 +1,169 @@
-"""Read what an operator types, and find the rows of the history that it means."""
+"""Select locks by what the lists show of them."""
 
 from __future__ import annotations
 
-import ast
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from datetime import datetime, timedelta
-from difflib import get_close_matches
-from operator import attrgetter
-from typing import Any, NamedTuple
+from functools import cached_property
+from typing import Any
 
 from celery import current_app
-from django.utils.timezone import now as django_now
-from django.utils.translation import gettext_lazy as _
 
-from django_singletask.conf import conf
-from django_singletask.history.queries import FREQUENT, NEWEST, OPEN, NoHistory, reading
-from django_singletask.holder import Holder, clean
-from django_singletask.locks.keys import QUEUED, LockKey, call_key, lock_of_slot, name_key
-from django_singletask.locks.liveness import proof_of_death
-from django_singletask.locks.parameters import AS_SHOWN
-from django_singletask.log import logger
-from django_singletask.models import COUNTED, OF_CALLS, RESULTS, TaskLockEvent, is_over
-from django_singletask.operators.words import LONGEST
-from django_singletask.stores import get_store
+from django_singletask.history.queries import NEWEST, NoHistory, reading
+from django_singletask.holder import clean
+from django_singletask.locks.keys import QUEUED, LockKey, name_key
+from django_singletask.models import TaskLockEvent
+from django_singletask.operators.words import process
 from django_singletask.stores.keys import is_key
 from django_singletask.task.base import import_tasks
 
-SCANNED = 20_000
-"""Newest rows, at most, among which those are looked for that no index serves."""
-
-
-def _pattern(text: str) -> str:
-    return re.sub(r"\\\*|…", ".*", re.escape(text))
-
-
-def fits(name: str, pattern: str) -> bool:
-    """Say whether a name fits a pattern, in which ``*`` stands for any text.
-
-    ``…`` stands for what a table has cut out of a name.
-    """
-    return re.fullmatch(_pattern(pattern), name) is not None
-
-
-def find(
-    conditions: Iterable[Mapping[str, Any]] = ({},),
-    *,
-    limit: int = 50,
-    what: str = "",
-    since: datetime | None = None,
-    until: datetime | None = None,
-) -> tuple[list[TaskLockEvent], bool]:
-    """Return the newest rows that meet one of the conditions, and began in this time.
-
-    They are those that were added last, sorted by their times: no index has these for each
-    condition, and the row of a queued call that was cleared is added long after its time. The
-    second value is False if older rows may fit that nobody looked at.
-
-    Conditions are columns of the history and their values, and ``like``, a pattern for the name.
-    ``what`` is a key of ``WORDS``. Old rows are found with the history off, too. Raises
-    :class:`NoHistory`.
-    """
-    with reading(even_if_off=True):
-        history = TaskLockEvent.objects.all()
-        if since or until:
-            if since is None:
-                since = django_now() - timedelta(seconds=LONGEST)
-            history = history.since(since, until)
-        parts = [_find(history, what, limit, **condition) for condition in conditions]
-    rows = {row for part, _complete in parts for row in part}
-    newest = sorted(rows, key=attrgetter("pk"), reverse=True)[:limit]
-    newest.sort(key=attrgetter("at"), reverse=True)
-    judge(newest)
-    return newest, all(complete for _part, complete in parts)
-
-
-def _find(
-    rows: Any, what: str, limit: int, task: str = "", like: str = "*", **facts: Any
-) -> tuple[list[Any], bool]:
-    if task:
-        rows = rows.of_task(task)
-    rows = rows.filter(**facts)
-    start = re.split("[*…]", like)[0]
-    if start:
-        rows_of_names = TaskLockEvent.objects.order_by().named_like(start)
-        ids = list(rows_of_names.values_list("pk", flat=True)[: FREQUENT + 1])
-        if len(ids) <= FREQUENT:
-            rows = rows.filter(pk__in=ids)
-    rows, complete = of_what(rows, what)
-    if like == "*":
-        return list(rows[:limit]), complete
-    rows, all_seen = rows.newest_of_them(SCANNED)
-    return list(rows.filter(name__regex=f"^{_pattern(like)}$")[:limit]), complete and all_seen
-
-
-def of_what(rows: Any, what: str) -> tuple[Any, bool]:
-    """Keep the rows with this code of ``WORDS``; say whether older rows were left out.
-
-    No index serves the result of a run or call, so only the newest rows are looked at for it.
-    """
-    if what in RESULTS:
-        if what in OF_CALLS:
-            rows = rows.of_state("conflict")
-        rows, all_seen = rows.newest_of_them(SCANNED)
-        return rows.filter(result=what, outcome__in=("", "released")), all_seen
-    if what in COUNTED:
-        return rows.of_state(what), True
-    if what in {"held", "dead", "expired"}:  # an open hold can be any of these
-        open_rows = list(rows.open()[:OPEN])
-        judge(open_rows)
-        pks = [row.pk for row in open_rows if row.state == what]
-        closed = rows.of_trouble(what)
-        complete = len(open_rows) < OPEN
-        if pks:
-            closed, all_seen = closed.newest_of_them(SCANNED)
-            pks += closed.values_list("pk", flat=True)
-            return rows.filter(pk__in=pks), complete and all_seen
-        return closed, complete
-    if what:
-        rows = rows.of_trouble(what)
-    return rows, True
-
-
-def judge(rows: Iterable[TaskLockEvent]) -> None:
-    """Set the state of open holds of the history, which the store knows."""
-    rows = [row for row in rows if row.kind == "run" and not row.outcome]
-    if not rows:
-        return
-    try:
-        entries = get_store(conf.cache).read_many([row.key for row in rows])
-    except Exception as error:  # each cache client has errors of its own
-        logger.warning("The states of open holds are not known: %s", error)
-        return
-    states = {}
-    for entry in entries.values():
-        holder = Holder.decode(entry.value)
-        states[holder.token] = "held"
-        if proof_of_death(holder):
-            states[holder.token] = "dead"
-    for row in rows:
-        if row.token in states:
-            row.state = states[row.token]
-        elif is_over(row):
-            row.state = "expired"
-
-
 RECORDED = 100
 """Tasks of the history, at most, that a shortened name is compared with; each costs a query."""
-MATCHES = 2000
-"""Newest rows among whose names those like an unknown name are looked for."""
-NOT_RECORDED = _(
-    "A task id must be whole, and of the calls that a holder blocks only the first is recorded: "
-    "look for the others in the log of the worker."
-)
+MODULES = re.compile(r"(?:[^\W\d]\w*\.)+(?=[^\W\d])")
+"""What stands before the last part of the name of a task, or of a call."""
 
 
 class UnknownName(Exception):
-    """Nothing is known by the name that was typed, or more than one thing: the matches."""
+    """Nothing is known by the name that was typed."""
 
-    def __init__(self, name: str, matches: Sequence[str], *, several: bool = False) -> None:
-        hint = f"'manage.py locks' lists what is held, 'locks --help' the actions. {NOT_RECORDED}"
-        if matches:
-            names = ", or ".join(f'"{clean(match)}"' for match in matches)
-            hint = f"Did you mean {names}?"
-        problem = "No lock or task is known as"
-        if several:
-            problem = "More than one is meant by"
-        super().__init__(f"{problem} '{clean(name, 255)}'. {hint}")
+    def __init__(self, name: str) -> None:
+        super().__init__(
+            f"No lock or task is known as '{clean(name, 255)}'. 'manage.py locks' lists what is "
+            "held, and 'manage.py locks history' what was."
+        )
 
 
-class Selector(NamedTuple):
-    """What a text selects: locks that are held, and rows of the history.
+class SeveralMeant(Exception):
+    """More than one lock or task is meant by the name that was typed."""
 
-    ``locks`` are the keys and names of those whose name or key it can be. ``tasks`` have it as
-    their name, or at its end. ``is_exact``: it is a key, or the history knows a lock with this
-    name, so nothing else is meant.
+    def __init__(self, name: str, matches: Sequence[str]) -> None:
+        names = ", ".join(f'"{clean(match)}"' for match in matches)
+        super().__init__(f"'{clean(name, 255)}' means more than one: {names}. Name one of them.")
+
+
+class Selector:
+    """What a text selects: the locks of which a list shows this text.
+
+    The text is the key, name, token, task, task id, host or process (``web-3:8121``) of the holder.
+    The last part of the name, or of the task, is enough. In a pattern ``*`` stands for any text,
+    and so does ``…``, which stands in a table for what was cut out of a name.
     """
 
-    text: str
-    locks: dict[str, str]
-    tasks: Sequence[str] = ()
-    is_exact: bool = False
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.is_pattern = "*" in text or "…" in text
 
-    def covers(self, name: str, task: str | None) -> bool:
-        """Say whether the name of a lock, or the task that has it, is meant.
+    @cached_property
+    def tasks(self) -> list[str]:
+        """The tasks of the project, or else of the history, whose name is the text or ends so."""
+        for list_tasks in (task_names, recorded_tasks):
+            tasks = list_tasks()
+            if self.text in tasks:
+                return [self.text]
+            tasks = [task for task in tasks if task.endswith(f".{self.text}")]
+            if tasks:
+                return sorted(tasks)
+        return []
 
-        A lock that was taken outside a task has none, and no text is compared with that.
+    @cached_property
+    def name(self) -> str:
+        """The name of the lock with this key, if the text is a key that the history has."""
+        if is_key(self.text):
+            with suppress(NoHistory), reading(even_if_off=True):
+                return TaskLockEvent.objects.name_of_key(self.text) or self.text
+        return self.text
+
+    @cached_property
+    def recorded_keys(self) -> list[str]:
+        """The keys of the locks with this name in the history, and those of their queued calls."""
+        keys: list[str] = []
+        with suppress(NoHistory), reading(even_if_off=True):
+            rows = TaskLockEvent.objects.named(self.text).values_list("name", "key", "task")
+            for name, key, task in {*rows[:NEWEST]}:
+                # MySQL also finds names that differ in case, in accents, or in spaces at their end.
+                if name == self.text:
+                    keys += [key, LockKey(name, key).beside(QUEUED, task).key]
+        return keys
+
+    def keys(self) -> list[str]:
+        """Return the keys that are read first: the text can be one of them, or their name."""
+        if is_key(self.text):
+            return [self.text]
+        keys = self.recorded_keys
+        with suppress(ValueError):
+            keys = [name_key(self.text).key, *keys]
+        return keys
+
+    @cached_property
+    def is_exact(self) -> bool:
+        """Whether only a lock with this key or name is meant, whether or not it is held.
+
+        A lock can have the name of a task: then the other locks of the task are meant as well.
         """
-        if name in self.locks.values() or fits(name, self.text):
+        if is_key(self.text):
             return True
-        if "(" in self.text:
-            return f".{name}".endswith(f".{self.text}")
-        if self.tasks or not task:
-            return task in self.tasks
-        # A task of another project is only known by its lock.
-        return f".{task}".endswith(f".{self.text}")
+        return bool(self.recorded_keys) and self.text not in self.tasks
+
+    @cached_property
+    def _keys(self) -> set[str]:
+        return {*self.keys()}
+
+    @cached_property
+    def _pattern(self) -> re.Pattern[str]:
+        return re.compile(re.sub(r"\\\*|…", ".*", re.escape(self.text)), re.DOTALL)
+
+    def selects(self, lock: Any) -> bool:
+        """Say whether this lock, a :class:`HeldLock`, is meant."""
+        if lock.key in self._keys or lock.lock_key in self._keys:
+            return True
+        if self.is_exact:
+            return bool(lock.name == self.text)
+        return self.fits(
+            lock.name,
+            lock.task,
+            lock.token,
+            lock.task_id,
+            lock.host,
+            process(lock.host, lock.pid),
+            lock.key,
+            lock.lock_key,
+        )
 
     def conditions(self) -> list[dict[str, Any]]:
         """Return conditions for :func:`find`: the rows meet one of them."""
-        if "*" in self.text:
+        if self.is_pattern:
             return [{"like": self.text}]
         meant = [{"task": task} for task in self.tasks]
-        meant += [{"name": name} for name in {*self.locks.values()}]
-        if self.locks:  # otherwise no row has such a text, or nearly all have the empty one
-            meant += [{"task_id": self.text}, {"ref": self.text}]
+        if self.text:
+            meant += [{"name": self.name}, {"task_id": self.text}, {"ref": self.text}]
         return meant
 
-    def is_known(self) -> bool:
-        """Say whether the project or the history knows what is meant.
-
-        Without the history nobody can say so of a lock: then it counts as known.
-        """
-        name, parenthesis, _arguments = self.text.partition("(")
-        # Of a call that cannot be read, only its own name could be known.
-        is_read = not parenthesis or "*" in self.text or len(self.locks) > 1
-        if self.tasks or (is_read and any(fits(f".{task}", f"*.{name}") for task in task_names())):
+    def fits(self, name: str, task: str | None, *others: str | None) -> bool:
+        """Say whether one of these texts is meant. One that is missing is not compared."""
+        if task in self.tasks or name == self.name:
             return True
-        with suppress(NoHistory):
-            rows, complete = find(self.conditions(), limit=1)
-            return bool(rows) or not complete or conf.history == "off"
-        return True
+        texts = [name, last_part(name), *others]
+        if task:
+            texts += [task, last_part(task)]
+        if self.text in texts:
+            return bool(self.text)
+        if not self.is_pattern:
+            return False
+        return any(self._pattern.fullmatch(text) for text in texts if text)
 
 
 def select(text: str) -> Selector:
-    """Read a name or key of a lock, a pattern with ``*``, the end of a task's name, or an id.
-
-    A lock that has the text as its name is meant rather than a task whose name ends so.
-    """
-    locks = locks_of(text)
-    if "*" in text or is_key(text):
-        return Selector(text, locks, is_exact="*" not in text)
-    with suppress(NoHistory), reading(even_if_off=True):
-        rows = TaskLockEvent.objects.named(text).values_list("name", "key", "task")[:NEWEST]
-        # MySQL also finds names that differ in case, in accents, or in spaces at their ends.
-        recorded = {(key, task) for name, key, task in rows if name == text}
-        if recorded and text not in task_names():
-            for key, task in recorded:
-                lock = LockKey(text, lock_of_slot(key))
-                locks |= {lock.key: text, lock.beside(QUEUED, task).key: text}
-            return Selector(text, locks, is_exact=True)
-    tasks: list[str] = []
-    if "(" not in text:
-        tasks = tasks_of(text)
-    return Selector(text, locks, tasks)
+    """Return what is meant by a text that somebody typed."""
+    return Selector(text)
 
 
-def tasks_of(text: str) -> list[str]:
-    """Return the tasks whose name is, or else ends with, a text: of the project, or the history."""
-    for list_tasks in (task_names, recorded_tasks):
-        tasks = list_tasks()
-        if text in tasks:
-            return [text]
-        tasks = [task for task in tasks if task.endswith(f".{text}")]
-        if tasks:
-            return sorted(tasks)
-    return []
-
-
-def unknown(text: str, names: Iterable[str]) -> UnknownName:
-    """Return the error for a text that means nothing: names and tasks that are like it."""
-    names = [*names, *recorded_tasks(), *task_names()]
-    with suppress(NoHistory), reading():
-        names += TaskLockEvent.objects.values_list("name", flat=True)[:MATCHES]
-    return UnknownName(text, nearest(text, names))
-
-
-def nearest(text: str, names: Iterable[str]) -> list[str]:
-    """Return at most three names whose last parts, without arguments, are like that of a text."""
-    by_end = {_end(name): name for name in names}
-    return [by_end[end] for end in get_close_matches(_end(text), by_end)]
-
-
-def _end(name: str) -> str:
-    return name.partition("(")[0].rpartition(".")[2]
+def last_part(name: str) -> str:
+    """Return the name of a task, or of a call, without its modules."""
+    modules = MODULES.match(name)
+    if modules is None:
+        return name
+    return name[modules.end() :]
 
 
 def task_names() -> list[str]:
@@ -290,31 +180,3 @@ def recorded_tasks() -> list[str]:
     with suppress(NoHistory), reading(even_if_off=True):
         return [*TaskLockEvent.objects.task_names(RECORDED)]
     return []
-
-
-def locks_of(name: str) -> dict[str, str]:
-    """Return the keys and names of the locks and queued calls that a name or key can stand for.
-
-    ``name`` is a key, or the name of a lock as it is shown: ``nightly``, or
-    ``feeds.tasks.import_feed(feed_id=7)``.
-    """
-    if is_key(name):
-        with suppress(NoHistory), reading(even_if_off=True):
-            return {name: TaskLockEvent.objects.name_of_key(name) or name}
-        return {name: name}
-    locks: dict[str, str] = {}
-    with suppress(SyntaxError, TypeError, ValueError, RecursionError, MemoryError):
-        call = ast.parse(name.strip(), mode="eval").body
-        if isinstance(call, ast.Call) and not call.args:
-            shown = {word.arg or "": ast.literal_eval(word.value) for word in call.keywords}
-            end = ast.unparse(call.func)
-            tasks = tasks_of(end)
-            if not tasks:
-                tasks = [end]
-            for task in tasks:
-                lock = call_key(task, AS_SHOWN, (), shown)
-                locks |= {lock.key: lock.name, lock.beside(QUEUED, task).key: lock.name}
-    with suppress(ValueError):
-        lock = name_key(name)
-        locks[lock.key] = lock.name
-    return locks

@@ -65,11 +65,11 @@ def starving(longer_than: float = HOUR, selectors: Collection[Selector] = ()) ->
         suspects = _suspects(longer_than)
         for each in selectors:
             of_tasks = chain(*(TaskLockEvent.objects.of_task(task)[:NEWEST] for task in each.tasks))
-            suspects |= {*each.locks.values(), *(row.name for row in of_tasks if row.is_counted)}
+            suspects |= {each.name, *(row.name for row in of_tasks if row.is_counted)}
         found = (starvation(name, _since_completed(name), longer_than) for name in suspects)
         hungry = [*filter(None, found)]
     if selectors:
-        hungry = [s for s in hungry if any(each.covers(s.name, s.task) for each in selectors)]
+        hungry = [s for s in hungry if any(each.fits(s.name, s.task) for each in selectors)]
     return sorted(hungry, key=lambda state: (-state.unmet, state.name))
 
 

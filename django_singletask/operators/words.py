@@ -24,13 +24,16 @@ from django_singletask.holder import Holder, clean
 from django_singletask.models import COUNTED, OUTCOMES, RESULTS, RETAKEN, TaskLockEvent
 
 STATES = {
-    "held": _("held"),
     "dead": _("dead"),
-    "handed_over": _("handed over"),
     "expired": _("expired"),
+    "stopped": _("stopped"),
+    "slow": _("slow"),
+    "starving": _("starving"),
+    "held": _("held"),
     "kept": _("kept"),
-    "queued": _("queued"),
+    "handed_over": _("handed over"),
     "blocking": _("blocking"),
+    "queued": _("queued"),
 }
 """The words for the states of a lock."""
 WORDS: dict[str, Any] = {

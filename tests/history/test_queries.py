@@ -8,7 +8,7 @@ from django.db import connections
 
 from django_singletask.history import queries
 from django_singletask.models import TaskLockEvent
-from django_singletask.operators import names
+from django_singletask.operators import recorded
 from tests import inside
 from tests.admin_pages import drop_table
 from tests.past_rows import before_now, keep_history_in, ran, row, skipped
@@ -75,11 +75,11 @@ def questions():
             lambda: list(history.open()[:100]),
             lambda: list(history.of_state("duplicate").newest()[:1000]),
             lambda: list(history.of_trouble("lost")[:1000]),
-            lambda: names.find(what="cleared"),
+            lambda: recorded.find(what="cleared"),
         ],
         "singletask_retaken": [
             lambda: list(history.of_trouble("retaken")[:1000]),
-            lambda: names.find(what="retaken"),
+            lambda: recorded.find(what="retaken"),
         ],
         "singletask_task": [
             lambda: list(history.of_task("t5")[:1000]),
@@ -91,11 +91,11 @@ def questions():
             lambda: list(history.named("t5(2)")[:1000]),
             lambda: list(history.newest().named_like("t5(")[:1000]),
             lambda: history.usual_hold("t5(5)"),
-            lambda: names.find([{"name": "t5(5)"}]),
+            lambda: recorded.find([{"name": "t5(5)"}]),
         ],
         "singletask_at": [lambda: list(history.older_than(5500).order_by("at")[:100])],
-        "singletask_task_id": [lambda: names.find([{"task_id": "id 7"}])],
-        "ref": [lambda: history.runs(tokens), lambda: names.find([{"ref": "t5"}])],
+        "singletask_task_id": [lambda: recorded.find([{"task_id": "id 7"}])],
+        "ref": [lambda: history.runs(tokens), lambda: recorded.find([{"ref": "t5"}])],
         "singletask_blocked_by": [
             lambda: history.blocked_by(tokens),
             lambda: history.values_list("result", "count").blocked_by(tokens),
@@ -106,12 +106,12 @@ def questions():
             lambda: list(history.newest().since(before_now(60))[:1000]),
             lambda: list(history.newest().search(["t5(", "t6(1)"])[:50]),
             lambda: history.name_of_key("singletask:t5:305"),
-            lambda: names.find([{"task": "t5"}], what="conflict"),
-            lambda: names.find([{"task": "t5"}], what="raised"),
-            lambda: names.find([{"like": "t5(*"}]),
-            lambda: names.find(what="dead", since=before_now(60)),
-            lambda: names.find(what="held"),
-            lambda: names.find(what="expired"),
+            lambda: recorded.find([{"task": "t5"}], what="conflict"),
+            lambda: recorded.find([{"task": "t5"}], what="raised"),
+            lambda: recorded.find([{"like": "t5(*"}]),
+            lambda: recorded.find(what="dead", since=before_now(60)),
+            lambda: recorded.find(what="held"),
+            lambda: recorded.find(what="expired"),
             lambda: sums_of_a_window(history.newest(), "task"),
             lambda: sums_of_a_window(history.of_task("t5")),
             lambda: sums_of_a_window(history.named("t5(2)")),
@@ -186,7 +186,7 @@ def test_sqlite_reads_open_rows_by_their_own_index_without_statistics(settings):
 def test_rows_of_a_task_are_read_in_the_order_of_their_index():
     ran(60, task="a", name="one", key="singletask:a:1")
     statements = plans("default", lambda: history.name_of_key("singletask:a:1"))
-    statements += plans("default", lambda: names.find([{"task": "a"}]))
+    statements += plans("default", lambda: recorded.find([{"task": "a"}]))
     assert len(statements) == 2
     for statement in statements:
         assert '."task" ASC' in statement.sql
@@ -284,22 +284,22 @@ def test_without_its_table_nothing_is_usual():
 def test_a_result_is_looked_for_among_the_newest_rows(monkeypatch):
     for seconds in (50, 40, 30, 20, 10):
         ran(seconds, name="a", result="raised" if seconds == 40 else "returned")
-    assert names.find(what="raised")[1]
+    assert recorded.find(what="raised")[1]
     inside.bound(monkeypatch, "rows of a search", 2)
-    assert names.find(what="raised") == ([], False)
-    statements = plans("default", lambda: names.find(what="raised"))
+    assert recorded.find(what="raised") == ([], False)
+    statements = plans("default", lambda: recorded.find(what="raised"))
     assert '"id" > %s' in statements[1].sql
 
 
 def test_no_condition_has_no_rows():
     ran(60)
-    assert names.find([])[0] == []
+    assert recorded.find([])[0] == []
 
 
 def test_times_without_time_zones_are_times_of_the_project(settings):
     settings.USE_TZ = False
     settings.TIME_ZONE = "Asia/Kathmandu"
     ran(9000, 5)
-    [[run], _complete] = names.find()
+    [[run], _complete] = recorded.find()
     assert run.at == datetime.datetime.fromtimestamp(time.time() - 9005)
     assert queries.ago(run.ended_at) == 9000

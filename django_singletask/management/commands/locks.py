@@ -26,10 +26,11 @@ from django_singletask.log import logger
 from django_singletask.management import output
 from django_singletask.models import TaskLockEvent
 from django_singletask.operators import held, words
-from django_singletask.operators.explain import HOLDING, facts, why
-from django_singletask.operators.held import SAID, cannot_ask
-from django_singletask.operators.names import SCANNED, find, select
+from django_singletask.operators.explain import facts, why
+from django_singletask.operators.held import HOLDING, SAID, cannot_ask
+from django_singletask.operators.names import select
 from django_singletask.operators.probe import probe
+from django_singletask.operators.recorded import SCANNED, find
 from django_singletask.operators.starving import HOUR, Starving, starving
 from django_singletask.operators.words import WORDS, duration, few, parse_duration, plural
 from django_singletask.stores import get_store
@@ -206,7 +207,7 @@ class Command(BaseCommand):
     def list(self, options: dict[str, Any]) -> None:
         """Print the locks that are held now; raise :class:`Alarm` if a limit is reached."""
         selectors = [*map(select, options["names"])]
-        locks = held.with_history(held.list_held(selectors))
+        locks = held.add_conflicts(held.add_states(held.list_held(selectors)))
         held.must_be_known(selectors, locks)
         hungry = list[Starving]()
         with nullcontext() if options["starving"] else suppress(NoHistory):
@@ -260,8 +261,12 @@ class Command(BaseCommand):
         chosen = [lock for lock in locks if lock.queued == queued and lock.state != "expired"]
         if dead:
             chosen = [lock for lock in chosen if lock.state == "dead"]
-        chosen = held.with_history(chosen)
-        missing = [each.text for each in selectors if not held.match(chosen, each)]
+        chosen = held.add_conflicts(held.add_states(chosen))
+        missing = [
+            each.text
+            for each in selectors
+            if not (each.is_pattern or any(map(each.selects, chosen)))
+        ]
         nothing = _not_there(missing, {lock.state for lock in locks}, queued, dead)
         if queued and (missing or not chosen):  # the history does not say which calls are queued
             next(get_store(conf.cache).entries(), None)
