@@ -145,6 +145,18 @@ def fact_lines(name: str, state: str, known: Iterable[tuple[str, str]]) -> Itera
         yield f"  {label:<9}  {clean(text)}"
 
 
+def gauges(states: dict[str, int], starving: int | None) -> Iterator[str]:
+    """Yield the lines that Prometheus reads; the codes of states need no escapes."""
+    yield "# HELP singletask_locks Locks and queued calls, by state."
+    yield "# TYPE singletask_locks gauge"
+    for state, number in states.items():
+        yield f'singletask_locks{{state="{state}"}} {number}'
+    if starving is not None:
+        yield "# HELP singletask_locks_starving Locks that have starved for an hour or more."
+        yield "# TYPE singletask_locks_starving gauge"
+        yield f"singletask_locks_starving {starving}"
+
+
 VERSION = 2
 """Of the keys of the JSON: it grows when a key goes, or gets another meaning."""
 LOCK = (

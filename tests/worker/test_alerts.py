@@ -94,33 +94,43 @@ TASK = 'task="feeds.tasks.refresh"'
 RUNS = f'singletask_lock_hold_seconds_count{{{TASK}, outcome="%s"}}'
 SKIPPED = f'singletask_lock_conflicts_total{{{TASK}, result="skipped", reason="skip"}}'
 DUPLICATES = f"singletask_lock_duplicates_total{{{TASK}}}"
+DEAD = 'singletask_locks{state="dead", instance="%s"}'
+STARVING = "singletask_locks_starving"
+FILE = 'node_textfile_mtime_seconds{file="/var/lib/prometheus/singletask.prom"}'
 
 
 @pytest.mark.parametrize(
-    ("series", "is_raised"),
+    ("series", "raised"),
     [
-        ({DUPLICATES: "0+1x62"}, True),
-        ({SKIPPED: "0+1x62"}, True),
-        ({DUPLICATES: "0+0.1x62", SKIPPED: "0+0.1x62"}, True),
-        ({DUPLICATES: "0+0.1x62"}, False),
-        ({DUPLICATES: "0+1x62", RUNS % "returned": "0+0.1x62"}, False),
-        ({DUPLICATES: "0+1x62", RUNS % "lost": "0+0.1x62"}, True),
+        # Of a task with unique_until="finish" that hangs, all calls are duplicates.
+        ({DUPLICATES: "0+1x62"}, "TaskNeverCompletes"),
+        ({SKIPPED: "0+1x62"}, "TaskNeverCompletes"),
+        ({DUPLICATES: "0+0.1x62", SKIPPED: "0+0.1x62"}, "TaskNeverCompletes"),
+        ({DUPLICATES: "0+1x62", RUNS % "lost": "0+0.1x62"}, "TaskNeverCompletes"),
+        ({DUPLICATES: "0+0.1x62"}, ""),
+        ({DUPLICATES: "0+1x62", RUNS % "returned": "0+0.1x62"}, ""),
+        ({DEAD % "web-1": "0x62", DEAD % "web-3": "2x62"}, "LocksOfDeadProcesses"),
+        ({DEAD % "web-1": "0x59 2 2 2"}, ""),
+        ({STARVING: "0x60 1 1"}, "LocksStarve"),
+        ({FILE: "0+60x30 1800x32"}, "LocksAreNotCounted"),
+        ({DEAD % "web-1": "0x62", STARVING: "0x62", FILE: "0+60x62"}, ""),
     ],
 )
-def test_a_task_that_never_completes_raises_the_alert(tmp_path, series, is_raised):
-    """Of a task with ``unique_until="finish"`` that hangs, all calls are duplicates."""
+def test_alert(tmp_path, series, raised):
+    """Of these series, a sample a minute, after 61 minutes; no other alert is raised."""
     require("prometheus")
     (tmp_path / "rules.yml").write_text(RULES)
-    raised = []
-    if is_raised:
-        raised = [{"exp_labels": {"task": "feeds.tasks.refresh"}}]
-    test = {
-        "interval": "1m",
-        "input_series": [{"series": name, "values": each} for name, each in series.items()],
-        "alert_rule_test": [
-            {"eval_time": "61m", "alertname": "TaskNeverCompletes", "exp_alerts": raised}
-        ],
-    }
+    tests = []
+    for name in re.findall(r"alert: (\w+)", RULES):
+        alerts = []
+        if name == raised:
+            labels = {"task": "feeds.tasks.refresh"} if name.startswith("Task") else {}
+            if FILE in series:
+                labels = {"file": "/var/lib/prometheus/singletask.prom"}
+            alerts = [{"exp_labels": labels}]
+        tests.append({"eval_time": "61m", "alertname": name, "exp_alerts": alerts})
+    inputs = [{"series": name, "values": values} for name, values in series.items()]
+    test = {"interval": "1m", "input_series": inputs, "alert_rule_test": tests}
     file = tmp_path / "test.yml"
     file.write_text(json.dumps({"rule_files": ["rules.yml"], "tests": [test]}))
     command = [find("promtool"), "test", "rules", str(file)]

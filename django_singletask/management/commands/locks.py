@@ -44,6 +44,7 @@ ACTIONS = {
     "why": "Explain why one lock is held, or that it is free; or sum up a task.",
     "clear": "Free locks. Their tasks keep running.",
     "history": "List what happened, the latest first.",
+    "metrics": "Count the locks in each state, in the text format of Prometheus.",
     "probe": "Test whether the cache is fit to hold locks.",
     "prune": "Delete old history, in small batches.",
 }
@@ -176,7 +177,7 @@ class Command(BaseCommand):
             if action not in actions and options[option.dest] != option.default:
                 return f"{option.option_strings[0]} is an option of {actions}."
         names = options["names"]
-        if action in {"probe", "prune"} and names:
+        if action in {"metrics", "probe", "prune"} and names:
             return f"{action!r} takes no name."
         if action == "why" and (len(names) != 1 or "*" in names[0]):
             return (
@@ -316,6 +317,18 @@ class Command(BaseCommand):
                 "SINGLETASK_HISTORY = 'off': nothing is recorded, and all rows are old."
             )
         self.show({"rows": rows}, output.history_table(rows), "The history has no matching row.")
+
+    def metrics(self, options: dict[str, Any]) -> None:
+        """Print how many locks are in each state, and how many starve, if the history says so."""
+        locks = held.list_held()
+        hungry = list[Starving]()
+        number = None
+        with suppress(NoHistory):
+            hungry = starving()
+            number = len(hungry)
+        counts = held.count_states(held.add_states(locks, hungry))
+        states = {state: counts[state] for state in words.STATES}
+        self.show({"states": states, "starving": number}, output.gauges(states, number))
 
     def probe(self, options: dict[str, Any]) -> None:
         """Print whether the cache can hold locks; exit with 1 if it cannot."""
