@@ -6,7 +6,10 @@ import dataclasses
 import json
 import logging
 import re
+from collections.abc import Callable
 from functools import lru_cache
+from itertools import product
+from operator import itemgetter
 from typing import Any, get_args, get_type_hints
 from unicodedata import category
 
@@ -23,9 +26,17 @@ COLUMN = 2**31 - 1
 """The largest number that a database column holds."""
 VERSION = 1
 """Grows if a field gets another meaning; the holder of a newer record is unknown."""
-LIMITS = {"since": 2**32, "timeout": MAX_LEASE, "version": VERSION}
-"""The largest other numbers: the year 2106, and a month."""
+LIMITS = {
+    "pid": COLUMN,
+    "retries": COLUMN,
+    "slots": COLUMN,
+    "since": 2**32,
+    "timeout": MAX_LEASE,
+    "version": VERSION,
+}
+"""The largest numbers; those of ``since`` and ``timeout`` are the year 2106, and a month."""
 _encode = json.JSONEncoder(separators=(",", ":")).encode
+_decode = json.JSONDecoder().decode
 
 
 @dataclasses.dataclass
@@ -60,7 +71,7 @@ class Holder(Process):
         if len(value) > LARGEST:
             return UNKNOWN
         try:
-            data = json.loads(value.decode())
+            data = _decode(value.decode())
         except (ValueError, RecursionError):
             return UNKNOWN
         if not isinstance(data, dict):
@@ -74,19 +85,22 @@ class Holder(Process):
         If one value does not fit, nothing of the record is trusted: the holder is unknown. Texts
         become safe to show, and short enough for a column.
         """
-        fields = {}
-        for name, unknown in vars(UNKNOWN).items():
-            value = data.get(name, unknown)
-            if type(value) not in TYPES[name]:
-                return UNKNOWN
-            if type(value) is str:
-                value = clean(value, LONGEST)
-            elif value is not None and not 0 <= value <= LIMITS.get(name, COLUMN):
-                return UNKNOWN
-            fields[name] = value
-        if not IS_TOKEN.fullmatch(data.get("token", "")):
+        fields = data
+        if not fields.keys() >= HINTS.keys():
+            fields = {**vars(UNKNOWN), **data}
+        values = in_order(fields)
+        if tuple(map(type, values)) not in TYPES:
             return UNKNOWN
-        return cls(**fields)
+        for number, limit in zip(numbers_of(fields), LIMITS.values(), strict=True):
+            if not 0 <= number <= limit:
+                return UNKNOWN
+        if not IS_TOKEN.fullmatch(fields["token"]):
+            return UNKNOWN
+        # Nearly all texts are clean, and one look at all of them together shows that.
+        texts = "".join(filter(None, texts_of(fields)))
+        if len(texts) > LONGEST or not texts.isprintable():
+            values = tuple(map(_clean_value, values))
+        return cls(*values)
 
     def is_run_of(self, task_id: str | None) -> bool:
         """Return whether the task with this id is the holder, also if the record cleaned the id."""
@@ -110,8 +124,13 @@ class Holder(Process):
 
 UNKNOWN = Holder("", "", "", "", 0, "", "", "", None, None, 0, 0.0, 0.0)
 """The holder of an entry that this package did not write."""
-TYPES = {name: get_args(hint) or (hint,) for name, hint in get_type_hints(Holder).items()}
-"""The types that each field can have; True is no number here."""
+HINTS = {name: get_args(hint) or (hint,) for name, hint in get_type_hints(Holder).items()}
+TYPES = {*product(*HINTS.values())}
+"""The types that the fields can have together, in their order; True is no number here."""
+TEXTS = [name for name, types in HINTS.items() if str in types]
+in_order: Callable[[dict[str, Any]], tuple[Any, ...]] = itemgetter(*HINTS)
+texts_of: Callable[[dict[str, Any]], tuple[Any, ...]] = itemgetter(*TEXTS)
+numbers_of: Callable[[dict[str, Any]], tuple[Any, ...]] = itemgetter(*LIMITS)
 
 
 def without_process(holder: Holder, timeout: float, **changes: Any) -> Holder:
@@ -139,6 +158,12 @@ def clean(text: str, length: int | None = None) -> str:
     if text.isprintable():
         return text
     return "".join(map(_printable, text))[:length]
+
+
+def _clean_value(value: Any) -> Any:
+    if type(value) is str:
+        return clean(value, LONGEST)
+    return value
 
 
 def _printable(character: str) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import datetime
+from datetime import datetime, timedelta
 
 from django.db import models
 from django.utils.translation import gettext_lazy as _
@@ -77,7 +77,9 @@ class TaskLockEvent(models.Model):
     ``ref`` finds the row: the token of a run; token and reason of blocked calls. ``ended_at`` and
     ``result`` are what the run itself reported. If its hold ended otherwise, ``outcome`` says how,
     ``noticed_at`` when, ``actor`` who noticed it or cleared the lock, and ``reason`` how that is
-    known. Durations are in seconds.
+    known. ``happened_at`` is when the last thing happened that the row tells; the rows are in its
+    order. ``waited`` is how long a run waited for its lock; of counted calls, how long those that
+    failed had waited in vain, all together. Durations are in seconds.
     """
 
     id = models.BigAutoField(primary_key=True, verbose_name=_("ID"))
@@ -93,10 +95,13 @@ class TaskLockEvent(models.Model):
     host = models.CharField(_("host"), max_length=255, blank=True)
     pid = models.PositiveIntegerField(_("process"), default=0)
     at = models.DateTimeField(_("at"))
+    happened_at = models.DateTimeField(_("last happened at"))
     ended_at = models.DateTimeField(_("ended at"), null=True, blank=True)
     noticed_at = models.DateTimeField(_("noticed at"), null=True, blank=True)
     retaken = models.PositiveIntegerField(_("retaken"), default=0)
+    retaken_at = models.DateTimeField(_("retaken at"), null=True, blank=True)
     timeout = models.FloatField(_("lease"), default=0, help_text=_("Seconds."))
+    fixed = models.BooleanField(_("fixed lease"), default=False)
     count = models.PositiveIntegerField(_("count"), default=1)
     last_at = models.DateTimeField(_("last at"), null=True, blank=True)
     blocked_by = models.CharField(
@@ -108,6 +113,7 @@ class TaskLockEvent(models.Model):
     longest_renewal_gap = models.FloatField(
         _("longest renewal gap"), null=True, blank=True, help_text=_("Seconds.")
     )
+    waited = models.FloatField(_("waited"), default=0, help_text=_("Seconds."))
 
     state = "held"
     """The state of a hold that has not ended, as far as the cache was asked."""
@@ -117,25 +123,27 @@ class TaskLockEvent(models.Model):
     class Meta:
         verbose_name = _("lock event")
         verbose_name_plural = _("lock events")
-        ordering = ("-id",)
+        ordering = ("-happened_at",)
         default_permissions = ("view", "delete")
         permissions = (("clear_lock", _("Can clear a lock")),)
         constraints = (models.UniqueConstraint(fields=("ref",), name="singletask_ref"),)
         indexes = (
-            models.Index(fields=("task", "-id"), name="singletask_task"),
+            models.Index(fields=("task", "-happened_at"), name="singletask_task"),
             # With these classes PostgreSQL also finds the beginning of a name, under any
             # collation; the other databases ignore them.
             models.Index(
-                fields=("name", "-id"),
+                fields=("name", "-happened_at"),
                 name="singletask_name",
-                opclasses=("varchar_pattern_ops", "int8_ops"),
+                opclasses=("varchar_pattern_ops", "timestamptz_ops"),
             ),
-            models.Index(fields=("at",), name="singletask_at"),
+            models.Index(fields=("happened_at",), name="singletask_happened"),
+            # The second column shows without the row what went on after a window in the past.
+            models.Index(fields=("at", "happened_at"), name="singletask_at"),
             models.Index(fields=("task_id",), name="singletask_task_id"),
             # Most rows are runs that released their lock. The conditions keep them out of the next
             # indexes; MySQL and MariaDB ignore conditions.
             models.Index(
-                fields=("kind", "outcome", "-id"),
+                fields=("kind", "outcome", "-happened_at"),
                 name="singletask_state",
                 condition=~models.Q(outcome="released"),
             ),
@@ -145,9 +153,9 @@ class TaskLockEvent(models.Model):
                 condition=~models.Q(kind="run"),
             ),
             models.Index(
-                fields=("retaken", "-id"),
+                fields=("-retaken_at",),
                 name="singletask_retaken",
-                condition=models.Q(retaken__gt=0),
+                condition=models.Q(retaken_at__isnull=False),
             ),
         )
 
@@ -182,19 +190,30 @@ class TaskLockEvent(models.Model):
     @property
     def hold_ended_at(self) -> datetime | None:
         """When the hold of this row ended; None without a hold, or if its end is not known."""
-        if not (self.is_hold and self.outcome):
+        if not self.is_hold:
+            return None
+        if self.outlived_fixed_lease:
+            return self.at + timedelta(seconds=self.timeout)
+        if not self.outcome:
             return None
         return hold_end(self.outcome, self.ended_at, self.noticed_at)
 
     @property
+    def outlived_fixed_lease(self) -> bool:
+        """Whether this run had a lease that was not renewed, and that ended before the run."""
+        if not self.fixed:
+            return False
+        if self.outcome:
+            return self.outcome in ("expired", "lost")
+        return self.state == "expired"
+
+    @property
     def end(self) -> datetime:
-        """When the run ended, or the call happened last, as far as is known."""
+        """When the hold ended, or else when the last thing happened, as far as is known."""
         ended_at = self.hold_ended_at
         if ended_at is not None:
             return ended_at
-        if self.last_at is not None:
-            return self.last_at
-        return self.at
+        return self.happened_at
 
     @property
     def is_counted(self) -> bool:

@@ -24,6 +24,8 @@ class LockEvent:
     * ``token``, ``task``, ``task_id``, ``host``, ``pid``: the holder; or, without a token, the call
       that did not get the lock or was not sent.
     * ``since``, ``timeout``: when the holder took the lock, and its lease in seconds.
+    * ``fixed``: of ``acquired``: whether the lease is not renewed, and ends ``timeout`` seconds
+      after ``since``.
     * ``result``: how the body of the run ended; of a conflict: what becomes of the call.
     * ``reason``: why; of a conflict or a duplicate a code, otherwise a sentence.
     * ``outcome``: of ``released`` only: ``released``, or ``lost`` if the lock was no longer there.
@@ -51,6 +53,7 @@ class LockEvent:
     host: str = ""
     pid: int = 0
     timeout: float = 0
+    fixed: bool = False
     result: str = ""
     reason: str = ""
     outcome: str = ""

@@ -15,6 +15,7 @@ from django.test import Client
 from django.utils import timezone
 
 from django_singletask.models import TaskLockEvent
+from tests import past_rows
 
 __all__ = [
     "BASE",
@@ -51,7 +52,7 @@ def event(**facts: Any) -> TaskLockEvent:
     """Write the row of a run that began now, or of a call."""
     usual = {"kind": "run", "name": f"{TASK}(feed_id=7)", "key": "k", "timeout": 60}
     usual |= {"ref": uuid4().hex, "at": timezone.now()}
-    return TaskLockEvent.objects.create(**{**usual, **facts})
+    return past_rows.save(**{**usual, **facts})
 
 
 def rows_of(response: HttpResponse, table: str) -> list[str]:

@@ -13,7 +13,7 @@ from django.utils.timezone import get_default_timezone, make_naive
 from django_singletask.models import OUTCOMES, TaskLockEvent
 from tests.entries import key_of
 
-__all__ = ["before_now", "keep_history_in", "ran", "row", "skipped"]
+__all__ = ["before_now", "keep_history_in", "new", "ran", "row", "save", "skipped"]
 
 RESULTS = {
     **dict.fromkeys(["requeue", "redelivery"], "waiting"),
@@ -48,9 +48,26 @@ def row(kind: str, ago: float = 0, *, name: str = "nightly", **facts: Any) -> Ta
     facts.setdefault("cache", settings.SINGLETASK_CACHE)
     if facts.get("outcome") in TROUBLE:
         facts.setdefault("noticed_at", at)
+    if facts.get("retaken"):
+        facts.setdefault("retaken_at", at)
     if facts.get("blocked_by"):
         token = f"{facts['blocked_by']}:{facts.get('reason', '')}:{facts.get('result', '')}"
-    return TaskLockEvent.objects.create(**{"ref": token, **facts})
+    return save(**{"ref": token, **facts})
+
+
+def save(**facts: Any) -> TaskLockEvent:
+    """Write a row of the history with these columns."""
+    written = new(**facts)
+    written.save()
+    return written
+
+
+def new(**facts: Any) -> TaskLockEvent:
+    """Return a row that is not written yet; ``happened_at`` follows from its other times."""
+    row = TaskLockEvent(**facts)
+    times = [row.at, row.last_at, row.ended_at, row.noticed_at, row.retaken_at]
+    row.happened_at = max(filter(None, times))
+    return row
 
 
 def ran(ago: float, lasted: float = 1, **facts: Any) -> TaskLockEvent:

@@ -1,7 +1,8 @@
 """Ask the history: how long a lock is held, what happened to it, what is open.
 
-Every question reads at most so many of the newest rows, by an index: with ten million rows it takes
-as long as with ten thousand. What the planner of a database must be told for that is said here.
+The newest rows are those in which something happened last. Every question reads at most so many of
+them, by an index: with ten million rows it takes as long as with ten thousand. What the planner of
+a database must be told for that is said here.
 """
 
 from __future__ import annotations
@@ -36,13 +37,13 @@ OPEN = 5000
 RUNS = 100
 """The maximum number of runs whose length says what is usual."""
 FREQUENT = 5000
-"""The maximum number of rows that a search sorts; of more rows, a search reads the newest."""
+"""The maximum number of rows that a search or a window sorts: of more rows, the newest."""
+DAY = timedelta(days=1)
 LATE = timedelta(hours=1)
 """How late a row may be written, because a process keeps its events while the database is down."""
 # Conditions of indexes, which SQLite must find in a statement without parameters.
 STATE = "NOT (outcome = 'released')"
 BLOCKED = "NOT (kind = 'run')"
-RETAKEN = "retaken > 0"
 BATCH = 500
 """The maximum number of values in one condition; older versions of SQLite allow 999."""
 MOST = 200_000
@@ -116,25 +117,23 @@ class TaskLockEventQuerySet(models.QuerySet[Any]):
         return self.using(router.db_for_write(self.model))
 
     def newest(self) -> TaskLockEventQuerySet:
-        return self.order_by("-id")
+        return self.order_by("-happened_at")
 
     def newest_of_them(self, most: int) -> tuple[TaskLockEventQuerySet, bool]:
-        """Return at most so many rows, the newest by their ids, and whether these are all."""
-        # Rows are counted up to the limit: ids have gaps.
-        left_out = self.values_list("pk", flat=True)[most : most + 1].first()
+        """Return at most so many rows, the newest ones, and whether these are all."""
+        left_out = self.values_list("happened_at", flat=True)[most : most + 1].first()
         if left_out is None:
             return self, True
-        return self.filter(pk__gt=left_out), False
+        return self.filter(happened_at__gt=left_out), False
 
     def open(self) -> TaskLockEventQuerySet:
         """Keep the rows of holds whose end is not reported, in the order of their index.
 
         PostgreSQL expects many such rows, since it treats the two conditions as independent. So for
-        ``outcome = ''`` it may read the whole table, from the newest id.
+        ``outcome = ''`` it may read the whole table, from the newest row.
         """
-        return (
-            self.filter(kind="run", outcome__lte="").extra(where=[STATE]).order_by("outcome", "-id")  # type: ignore[return-value]
-        )
+        rows = self.filter(kind="run", outcome__lte="").extra(where=[STATE])
+        return rows.order_by("outcome", "-happened_at")  # type: ignore[return-value]
 
     def of_state(self, kind: str, outcome: str = "") -> TaskLockEventQuerySet:
         """Keep the rows of a kind and with an outcome, which calls do not have.
@@ -149,17 +148,16 @@ class TaskLockEventQuerySet(models.QuerySet[Any]):
     def of_trouble(self, trouble: str) -> TaskLockEventQuerySet:
         """Keep the runs with an outcome, or those that took their lock again, the newest first."""
         if trouble == "retaken":
-            # In the order of the ids, SQLite would read the whole table.
-            return self.extra(where=[RETAKEN]).order_by((F("id") + 0).desc())  # type: ignore[return-value]
+            return self.filter(retaken_at__isnull=False).order_by("-retaken_at")
         return self.of_state("run", trouble).newest()
 
     def of_task(self, task: str) -> TaskLockEventQuerySet:
         """Keep the rows of a task, the newest first.
 
         The order is that of the index, and the condition is a range: for ``task = …`` PostgreSQL
-        may scan the ids from the newest, and a task may have no row among the last millions.
+        may read all rows from the newest, and a task may have none among the last millions.
         """
-        return self.filter(task__gte=task, task__lte=task).order_by("task", "-id")
+        return self.filter(task__gte=task, task__lte=task).order_by("task", "-happened_at")
 
     def named(self, *names: str) -> TaskLockEventQuerySet:
         """Keep the rows of locks with one of these names, the newest first."""
@@ -174,6 +172,43 @@ class TaskLockEventQuerySet(models.QuerySet[Any]):
             # SQLite's LIKE uses no index either. U+10FFFF is the last character.
             return self.filter(name__gte=beginning, name__lt=f"{beginning}\U0010ffff")
         return self.filter(name__startswith=beginning)
+
+    def within(
+        self, start: datetime, end: datetime | None = None, limit: int = FREQUENT
+    ) -> TaskLockEventQuerySet:
+        """Keep the ``limit`` newest of the rows that have to do with a window of time.
+
+        Their time, from their begin to the last thing that happened, meets the window; an open hold
+        lasts until now. Without an ``end`` so does the window. The parts are read at once, one by
+        one: for all of them together, a database would read all rows since ``start``.
+
+            a row:  begins ................ the last thing happens, or nothing yet
+            window:             |       |
+            (a)         ----------x     |                happened in it
+            (b)         ------------------------x        went on after it
+            (c)         --------------------------...    is open
+
+        A row of (b) is found only if it began at most a day before the window.
+        """
+        happened = self.filter(happened_at__gte=start).newest()
+        open_rows = self.open()
+        parts = [happened, open_rows]
+        if end is not None:
+            went_on = self.filter(at__gte=start - DAY, at__lt=end, happened_at__gte=end)
+            # In this order PostgreSQL uses the index of both times. Otherwise it may read the whole
+            # table: since it treats the times as independent, it expects many such rows.
+            parts = [
+                happened.filter(happened_at__lt=end),
+                went_on.order_by("-at"),
+                open_rows.filter(at__lt=end),
+            ]
+        times: dict[int, datetime] = {}
+        for part in parts:
+            times.update(part.values_list("pk", "happened_at")[:limit])
+        newest = sorted(times, key=times.__getitem__, reverse=True)[:limit]
+        # The filter is a list of ids: with the other conditions PostgreSQL would plan it anew.
+        found: TaskLockEventQuerySet = self.model.objects.using(self.db).filter(pk__in=newest)
+        return found.newest()
 
     def since(self, start: datetime, end: datetime | None = None) -> TaskLockEventQuerySet:
         """Keep what began at ``start`` or later, and before ``end``.
@@ -194,16 +229,14 @@ class TaskLockEventQuerySet(models.QuerySet[Any]):
         return found.filter(at__lt=end, pk__lte=last_id)
 
     def older_than(self, seconds: float | None = None) -> TaskLockEventQuerySet:
-        """Keep the rows that ended more than so many seconds ago; an open row has not ended.
+        """Keep the rows in which nothing happened for so many seconds; an open row has not ended.
 
         The default is ``SINGLETASK_HISTORY_DAYS``.
         """
         if seconds is None:
             seconds = conf.history_days * 86_400
         cutoff = django_now() - timedelta(seconds=seconds)
-        is_open = Q(kind="run", outcome="")
-        went_on = Q(ended_at__gte=cutoff) | Q(noticed_at__gte=cutoff) | Q(last_at__gte=cutoff)
-        return self.filter(at__lt=cutoff).exclude(is_open).exclude(went_on)
+        return self.filter(happened_at__lt=cutoff).exclude(kind="run", outcome="")
 
     def search(self, texts: Sequence[str], tasks: Collection[str] = ()) -> TaskLockEventQuerySet:
         """Keep the rows whose name begins with one of the texts, and the rows of the ``tasks``.

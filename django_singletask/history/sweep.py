@@ -77,7 +77,8 @@ def _check(cache: str, rows: Sequence[TaskLockEvent]) -> None:
     """Check whether the runs of open rows, whose first lease is over, still hold their locks.
 
     Report the end of a run that is over. Note in the row when the cache is missing its token, and
-    forget that when the token is back again.
+    forget that when the token is back again. A fixed lease that lasts longer was extended: when it
+    will end is not known.
     """
     entries = get_store(cache).read_many([row.key for row in rows])
     newly_missing = []
@@ -86,7 +87,7 @@ def _check(cache: str, rows: Sequence[TaskLockEvent]) -> None:
         ref = LockRef(cache, row.name, row.key)
         entry = entries.get(row.key)
         if entry is not None and Holder.decode(entry.value).token == row.token:
-            if row.noticed_at:
+            if row.noticed_at or row.fixed:
                 back_again.append(row.pk)
             _check_entry(ref, entry, row)
         elif row.noticed_at is None:
@@ -97,7 +98,7 @@ def _check(cache: str, rows: Sequence[TaskLockEvent]) -> None:
             ref.tell("expired", row.holder(), reason="its lease ended without a release")
     still_open = TaskLockEvent.objects.primary().filter(outcome="")
     still_open.filter(pk__in=newly_missing).update(noticed_at=now())
-    still_open.filter(pk__in=back_again).update(noticed_at=None)
+    still_open.filter(pk__in=back_again).update(noticed_at=None, fixed=False)
 
 
 def _check_entry(ref: LockRef, entry: Entry, row: TaskLockEvent) -> None:
@@ -120,10 +121,10 @@ def prune(
     the number of rows of each batch.
     """
     rows = TaskLockEvent.objects.primary()
-    old = rows.older_than(older_than).order_by("at")
+    old = rows.older_than(older_than).order_by("happened_at")
     rest = old
     while True:
-        oldest = list(rest.values_list("pk", "at", "ref")[: min(batch, limit)])
+        oldest = list(rest.values_list("pk", "happened_at", "ref")[: min(batch, limit)])
         if not oldest:
             return
         # Delete calls before the runs that they met, since a batch may be the last one.
@@ -136,4 +137,4 @@ def prune(
         limit -= gone
         yield gone
         # Do not read again what earlier batches deleted, which is still in PostgreSQL's index.
-        rest = old.filter(at__gte=times[0])
+        rest = old.filter(happened_at__gte=times[0])

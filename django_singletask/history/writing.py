@@ -19,7 +19,7 @@ from django.utils.timezone import get_default_timezone, make_naive
 
 from django_singletask.forks import undivided
 from django_singletask.holder import clean
-from django_singletask.models import COUNTED, TROUBLE, TaskLockEvent
+from django_singletask.models import COUNTED, RETAKEN, TROUBLE, TaskLockEvent
 from django_singletask.process import this_process
 from django_singletask.signals import LockEvent
 
@@ -53,15 +53,21 @@ STRONGER = (
 )
 LEAST = "LEAST(old.{0}, excluded.{0})"
 GREATEST = "GREATEST(old.{0}, excluded.{0})"
+# A database may take nothing for the least, or the greatest, of two times of which one is NULL.
+KNOWN = "COALESCE(excluded.{0}, old.{0}), COALESCE(old.{0}, excluded.{0})"
 RULES = {
     "at": LEAST,
+    "happened_at": GREATEST,
     "last_at": GREATEST,
     "count": "CASE WHEN old.kind = 'run' THEN 1 ELSE old.{0} + excluded.{0} END",
+    "waited": f"CASE WHEN old.kind = 'run' THEN {GREATEST} ELSE old.{{0}} + excluded.{{0}} END",
     "pid": "COALESCE(NULLIF(old.{0}, 0), excluded.{0})",
-    "ended_at": "LEAST(COALESCE(excluded.{0}, old.{0}), COALESCE(old.{0}, excluded.{0}))",
+    "ended_at": f"LEAST({KNOWN})",
     "result": "COALESCE(NULLIF(excluded.{0}, ''), old.{0})",
     "longest_renewal_gap": "COALESCE(excluded.{0}, old.{0})",
     "retaken": GREATEST,
+    "retaken_at": f"GREATEST({KNOWN})",
+    "fixed": GREATEST,
     "noticed_at": STRONGER.replace("NULLIF(old.{0}, '')", "old.{0}"),
     **dict.fromkeys(["reason", "actor", "blocked_by", "blocked_by_task_id"], STRONGER),
     "outcome": STRONGER,  # the last rule: on MySQL later rules would see the new outcome
@@ -93,9 +99,12 @@ def write(events: Iterable[LockEvent]) -> None:
             rows[row["ref"]] = row
         elif row["kind"] in COUNTED:
             earlier["count"] += 1
+            earlier["waited"] += row["waited"]
             earlier["at"] = min(earlier["at"], row["at"])
             earlier["last_at"] = max(earlier["last_at"], row["last_at"])
+            earlier["happened_at"] = earlier["last_at"]
         elif not (earlier["outcome"] or earlier["retaken"]):  # the run has only begun
+            row["happened_at"] = max(earlier["happened_at"], row["happened_at"])
             earlier.update({name: row[name] for name in RULES if row[name]})
         else:
             more.append([row])
@@ -111,11 +120,9 @@ def write(events: Iterable[LockEvent]) -> None:
             _upsert(connection, cursor, batch)
 
 
-def _order(row: Row) -> tuple[Any, ...]:
-    """Return the place of a row: runs are in the order of their begin, as their ids will be."""
-    if row["kind"] in COUNTED:
-        return (True, row["ref"])
-    return (False, row["at"], row["ref"])
+def _order(row: Row) -> Any:
+    """Return the place of a row among those of a transaction."""
+    return row["ref"]
 
 
 def _row(event: LockEvent, adapt: Any) -> Row:
@@ -135,6 +142,8 @@ def _row(event: LockEvent, adapt: Any) -> Row:
             facts["at"] = event.since
         if kind == "released":
             facts["ended_at"] = at
+        elif kind == RETAKEN:
+            facts["retaken_at"] = at
         elif kind in TROUBLE:
             facts.update(outcome=kind, noticed_at=at)
         if kind in ("dead", "expired"):
@@ -143,6 +152,8 @@ def _row(event: LockEvent, adapt: Any) -> Row:
     if not ref:  # the holder is unknown, so the event gets a row of its own
         ref = md5(repr(event).encode(errors="replace"), usedforsecurity=False).hexdigest()
     facts["ref"] = ref
+    # The clock of who notices something may be behind that of the holder.
+    facts["happened_at"] = max(facts["at"], at)
     for name, length in LENGTHS.items():
         facts[name] = clean(facts[name], length)
     for name in TIMES:

@@ -313,7 +313,7 @@ class Lease:
         waited = 0.0
         if self.waits_since is not None:
             waited = self.taken_at - self.waits_since
-        self.ref.tell("acquired", self.holder, waited=waited)
+        self.ref.tell("acquired", self.holder, fixed=not self.renews, waited=waited)
         return None
 
     def _outer_lease(self) -> Lease | None:
@@ -633,7 +633,7 @@ class Lease:
             # In a fork, the parent has it.
             is_mine = not self.is_inherited() and not self.lost
             if is_mine and self.leave_to(value, clock.now() + seconds, reason=reason):
-                self.ref.tell("acquired", holder)
+                self.ref.tell("acquired", holder, fixed=True)
                 return f"{holder.slots} {token} {self.cache} {self.key} {self.ref.name}"
         except BaseException:
             # The caller does not get the handle, so free the entry even if it was handed over.
@@ -663,7 +663,7 @@ class Lease:
         else:
             reason = f"received by {self.holder}"
             self.ref.tell("released", holder, outcome="released", reason=reason)
-        self.ref.tell("acquired", self.holder)
+        self.ref.tell("acquired", self.holder, fixed=not self.renews)
 
     # Holding
 

@@ -8,13 +8,13 @@ import shutil
 import sys
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from datetime import datetime
-from operator import itemgetter
 from typing import Any
 
 from django_singletask.history.queries import timestamp
 from django_singletask.holder import clean
 from django_singletask.models import RETAKEN, TaskLockEvent
 from django_singletask.operators import words
+from django_singletask.operators.explain import Fact
 from django_singletask.operators.held import HeldLock
 from django_singletask.operators.starving import Starving
 
@@ -125,8 +125,8 @@ def _row_cells(row: TaskLockEvent) -> tuple[str, ...]:
     held = "-"
     if row.hold_ended_at is not None:
         held = words.lasted(row)
-        # Of a run that expired only the time at which a sweep noticed it is known.
-        if row.outcome == "expired":
+        # If a renewed lease expired, only the time at which a sweep noticed it is known.
+        if row.outcome == "expired" and not row.fixed:
             held = f"≤{held}"
     by = words.place(row, "unknown")
     if row.outcome == "cleared":
@@ -138,11 +138,12 @@ def _row_cells(row: TaskLockEvent) -> tuple[str, ...]:
     return words.clock_time(row.at, dated=True).partition("-")[2], row.name, what, held, by
 
 
-def fact_lines(name: str, state: str, known: Iterable[tuple[str, str]]) -> Iterator[str]:
+def fact_lines(name: str, state: str, known: Iterable[Fact]) -> Iterator[str]:
     """Yield a line for a lock or a cache, and one for each fact with its label."""
     yield clean(f"{name}: {state}")
-    for label, text in filter(itemgetter(1), known):
-        yield f"  {label:<9}  {clean(text)}"
+    for fact in known:
+        if fact.text:
+            yield f"  {fact.label:<9}  {clean(fact.text)}"
 
 
 def gauges(states: dict[str, int], starving: int | None) -> Iterator[str]:
@@ -165,6 +166,8 @@ LOCK = (
     "slots",
     "slots_held",
     "state",
+    "alive",
+    "death",
     "queued",
     "held_for",
     "remaining",

@@ -71,6 +71,7 @@ class Migration(migrations.Migration):
                 ("host", models.CharField(blank=True, max_length=255, verbose_name="host")),
                 ("pid", models.PositiveIntegerField(default=0, verbose_name="process")),
                 ("at", models.DateTimeField(verbose_name="at")),
+                ("happened_at", models.DateTimeField(verbose_name="last happened at")),
                 ("ended_at", models.DateTimeField(blank=True, null=True, verbose_name="ended at")),
                 (
                     "noticed_at",
@@ -78,9 +79,14 @@ class Migration(migrations.Migration):
                 ),
                 ("retaken", models.PositiveIntegerField(default=0, verbose_name="retaken")),
                 (
+                    "retaken_at",
+                    models.DateTimeField(blank=True, null=True, verbose_name="retaken at"),
+                ),
+                (
                     "timeout",
                     models.FloatField(default=0, help_text="Seconds.", verbose_name="lease"),
                 ),
+                ("fixed", models.BooleanField(default=False, verbose_name="fixed lease")),
                 ("count", models.PositiveIntegerField(default=1, verbose_name="count")),
                 ("last_at", models.DateTimeField(blank=True, null=True, verbose_name="last at")),
                 (
@@ -107,25 +113,30 @@ class Migration(migrations.Migration):
                         verbose_name="longest renewal gap",
                     ),
                 ),
+                (
+                    "waited",
+                    models.FloatField(default=0, help_text="Seconds.", verbose_name="waited"),
+                ),
             ],
             options={
                 "verbose_name": "lock event",
                 "verbose_name_plural": "lock events",
-                "ordering": ("-id",),
+                "ordering": ("-happened_at",),
                 "permissions": (("clear_lock", "Can clear a lock"),),
                 "default_permissions": ("view", "delete"),
                 "indexes": [
-                    models.Index(fields=["task", "-id"], name="singletask_task"),
+                    models.Index(fields=["task", "-happened_at"], name="singletask_task"),
                     models.Index(
-                        fields=["name", "-id"],
+                        fields=["name", "-happened_at"],
                         name="singletask_name",
-                        opclasses=("varchar_pattern_ops", "int8_ops"),
+                        opclasses=("varchar_pattern_ops", "timestamptz_ops"),
                     ),
-                    models.Index(fields=["at"], name="singletask_at"),
+                    models.Index(fields=["happened_at"], name="singletask_happened"),
+                    models.Index(fields=["at", "happened_at"], name="singletask_at"),
                     models.Index(fields=["task_id"], name="singletask_task_id"),
                     models.Index(
                         condition=models.Q(("outcome", "released"), _negated=True),
-                        fields=["kind", "outcome", "-id"],
+                        fields=["kind", "outcome", "-happened_at"],
                         name="singletask_state",
                     ),
                     models.Index(
@@ -134,8 +145,8 @@ class Migration(migrations.Migration):
                         name="singletask_blocked_by",
                     ),
                     models.Index(
-                        condition=models.Q(("retaken__gt", 0)),
-                        fields=["retaken", "-id"],
+                        condition=models.Q(("retaken_at__isnull", False)),
+                        fields=["-retaken_at"],
                         name="singletask_retaken",
                     ),
                 ],

@@ -5,16 +5,16 @@ The command prints them, and the page of a lock in the admin shows them, in the 
 
 from __future__ import annotations
 
+import dataclasses
 import shlex
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
-from operator import attrgetter
-from types import SimpleNamespace
-from typing import Any
+from datetime import datetime
+from typing import Any, NamedTuple
 
-from django_singletask.history.queries import NEWEST, NoHistory, ago, reading
-from django_singletask.locks.keys import QUEUED, LockKey, lock_of_slot
+from django_singletask.history.queries import NEWEST, NoHistory, UsualHold, ago, reading
+from django_singletask.locks.keys import QUEUED, lock_of_slot
 from django_singletask.models import TaskLockEvent
 from django_singletask.operators import words
 from django_singletask.operators.held import (
@@ -26,11 +26,10 @@ from django_singletask.operators.held import (
     list_held,
     must_be_known,
 )
-from django_singletask.operators.names import Selector, SeveralMeant, select
+from django_singletask.operators.names import Selector, SeveralMeant, UnknownName, select
 from django_singletask.operators.recorded import find
-from django_singletask.operators.starving import starvation
+from django_singletask.operators.starving import Starving, starvation
 from django_singletask.operators.words import duration
-from django_singletask.stores.base import CannotList
 from django_singletask.stores.keys import is_key
 
 DAY = 86_400.0
@@ -38,19 +37,36 @@ SHOWN = 5
 """Locks of a task that are told one by one."""
 
 
-class Why(SimpleNamespace):
+@dataclasses.dataclass
+class Why:
     """What is known of one lock, or of all locks of a task, now.
 
     The attributes are the keys of the JSON. ``key`` is empty for a task. ``run`` is the run whose
-    id was asked for, if it holds no lock. ``held`` are locks in a state of ``HOLDING``: the holder,
-    and those of other slots; or the locks of the task. ``queued`` are the calls that stop
-    duplicates, ``expired`` holds whose end nobody reported. ``alive`` says whether the process of
-    the first holder is there, None if that cannot be told from this host; ``death`` is the proof
-    that it is gone. ``conflicts`` counts the calls of the last ``within`` seconds that found a lock
-    held, by what became of them; ``conflict`` is the last of them. ``same_name`` are the keys of
-    other locks with the same name, and ``others`` the names of the task's other locks that are
-    held, if this one is free. ``no_history`` says why nothing is known of the past, or is empty.
+    id was asked for, if it holds no lock. ``held`` are locks in a state of ``HOLDING``, the worst
+    first: the holder, and those of other slots; or the locks of the task. ``queued`` are the calls
+    that stop duplicates, ``expired`` holds whose end nobody reported. ``completed`` is the last
+    completed run; ``task_completed`` is that of the task, if this lock has none. ``conflicts``
+    counts the calls of the last ``within`` seconds that found a lock held, by what became of them;
+    ``conflict`` is the last of them. ``troubles`` are the last runs with each kind of trouble, the
+    newest first. ``no_history`` says why nothing is known of the past, or is empty.
     """
+
+    name: str
+    key: str
+    free: bool
+    held: list[HeldLock]
+    queued: list[HeldLock]
+    expired: list[HeldLock]
+    run: TaskLockEvent | None = None
+    usual: UsualHold | None = None
+    completed: TaskLockEvent | None = None
+    task_completed: TaskLockEvent | None = None
+    conflict: TaskLockEvent | None = None
+    conflicts: dict[str, int] = dataclasses.field(default_factory=dict)
+    within: float = DAY
+    troubles: list[TaskLockEvent] = dataclasses.field(default_factory=list)
+    starving: Starving | None = None
+    no_history: str = ""
 
     @property
     def state(self) -> str:
@@ -60,236 +76,258 @@ class Why(SimpleNamespace):
         if not self.held:
             return "not held"
         holder = self.held[0]
-        state: str = holder.word
         if holder.share:
-            state += f" ({holder.share} slots)"
-        return state
+            return f"{holder.word} ({holder.share} slots)"
+        return holder.word
+
+
+# What is meant
 
 
 def why(text: str) -> Why:
     """Gather what is known of a lock, of the lock of a run, or of a task.
 
-    ``text`` is what :func:`select` reads, but no pattern. Raises :class:`UnknownName` if there is
-    nothing, :class:`CannotList` for a task, and :class:`LockUnavailable`.
+    ``text`` is what :func:`select` reads. Raises :class:`UnknownName` if nothing is known by it,
+    :class:`SeveralMeant`, :class:`CannotList`, and :class:`LockUnavailable`.
     """
-    asked = text
-    if is_key(text):
-        asked = lock_of_slot(text)
-    selector = select(asked)
-    locks: list[HeldLock] = []
-    try:
-        locks = list_held([selector])
-    except CannotList:
-        # "No lock of this task is held" would be a guess.
-        if selector.tasks:
-            raise
+    selector = select(text)
+    locks = list_held([selector])
     must_be_known([selector], locks)
-    if selector.is_exact or any(selector.text in (lock.key, lock.name) for lock in locks):
-        return _gather(text, selector, locks)
+    if selector.is_exact or text in {lock.name for lock in locks}:
+        return _explain_named(selector, locks)
+    task = _task_meant(selector, locks)
+    if task:
+        return _explain_task(task, locks)
+    if locks:
+        return _explain_lock(locks[0].name, locks[0].lock_key)
+    if selector.is_pattern:
+        raise UnknownName(text)
+    return _explain_run(text)
+
+
+def _task_meant(selector: Selector, locks: list[HeldLock]) -> str | None:
+    """Return the task of which all locks are meant; None if only one lock is, or none."""
+    if len(selector.tasks) > 1:
+        raise SeveralMeant(selector.text, selector.tasks)
     names = sorted({lock.name for lock in locks})
-    several = selector.tasks or names[:SHOWN]
-    if len(several) > 1:
-        raise SeveralMeant(text, several)
-    if selector.tasks:
-        [task] = selector.tasks
-        holds = any(lock.state in HOLDING for lock in locks)
-        if len(names) != 1 or not (holds or f"{task}()" in names):
-            return _gather(text, selector, locks, task)
-    runs = list[TaskLockEvent]()
-    if not names:
-        with suppress(NoHistory):
-            runs, _complete = find([{"task_id": text}, {"ref": text}], limit=1)
-    names += [*(row.name for row in runs), text]
-    # The lock of a run, or the only one of a task.
-    lock = next((lock.key for lock in locks if text in (lock.task_id, lock.token)), names[0])
-    if lock == text:
-        return _gather(text, selector, locks)
-    known = why(lock)
-    known.run = next(iter(runs), None)
+    if len(names) == 1:
+        return None
+    tasks = {*selector.tasks, *(lock.task for lock in locks)}
+    if len(tasks) > 1 or None in tasks:
+        raise SeveralMeant(selector.text, names[:SHOWN])
+    return next(iter(tasks), None)
+
+
+def _explain_named(selector: Selector, locks: list[HeldLock]) -> Why:
+    """Explain the lock with a name or a key, or one of whose slots has this key."""
+    if not is_key(selector.text):
+        return _explain_lock(selector.text)
+    name = selector.name
+    for lock in locks:
+        name = lock.name
+    return _explain_lock(name, lock_of_slot(selector.text))
+
+
+def _explain_run(task_id: str) -> Why:
+    """Explain the lock of a run that has ended, or of a call, and say what became of that."""
+    with suppress(NoHistory):
+        rows, _complete = find([{"task_id": task_id}, {"ref": task_id}], limit=1)
+        for row in rows:
+            known = _explain_lock(row.name, lock_of_slot(row.key))
+            known.run = row
+            return known
+    return _explain_lock(task_id)
+
+
+# What is known
+
+
+def _explain_lock(name: str, key: str = "") -> Why:
+    """Gather what is known of the lock with this name and key.
+
+    Without a key, the lock is meant that is held, or else the one that was seen last.
+    """
+    locks = list_held([select(each) for each in (key, name) if each])
+    rows, no_history = _read_rows(TaskLockEvent.objects.named(name))
+    if not key or key.startswith(QUEUED):
+        key = _choose_key(name, locks, rows)
+    # A name that was cut can belong to several locks.
+    locks = [lock for lock in locks if lock.queued or lock.lock_key == key]
+    rows = [row for row in rows if row.key.startswith(QUEUED) or lock_of_slot(row.key) == key]
+    starving = starvation(name, rows)
+    known = _about(name, key, add_states(locks, [each for each in [starving] if each]))
+    known.starving = starving
+    known.no_history = no_history
+    _note_rows(known, rows)
+    tasks = [each.task for each in [*locks, *rows] if each.task]
+    task = "".join(tasks[:1])
+    known.usual = TaskLockEvent.objects.usual_hold(name, task)
+    if task and not known.completed:
+        of_task, _no_history = _read_rows(TaskLockEvent.objects.of_task(task))
+        known.task_completed = _last_completed(of_task)
     return known
 
 
-def _gather(text: str, selector: Selector, locks: list[HeldLock], task: str = "") -> Why:
-    """Gather what is known of a task, or else of the lock that is named."""
-    history = TaskLockEvent.objects
-    add_states(locks)
+def _explain_task(task: str, locks: list[HeldLock]) -> Why:
+    """Gather what is known of a task; ``locks`` are those that it has."""
+    known = _about(task, "", add_states(locks))
+    rows, known.no_history = _read_rows(TaskLockEvent.objects.of_task(task))
+    _note_rows(known, rows)
+    known.usual = TaskLockEvent.objects.usual_hold("", task)
+    return known
+
+
+def _about(name: str, key: str, locks: list[HeldLock]) -> Why:
+    """Return what the store knows of a lock or a task that has these locks."""
     add_conflicts(locks)
-    names = {*(lock.name for lock in locks), selector.name}
-    recorded = history.named(*names)
-    if task:
-        recorded = history.of_task(task)
-    rows: list[Any] = []
-    no_history = ""
+    held = [lock for lock in locks if lock.state in HOLDING]
+    queued = [lock for lock in locks if lock.queued]
+    expired = [lock for lock in locks if lock.state == "expired"]
+    return Why(name, key, not held, held, queued, expired)
+
+
+def _read_rows(rows: Any) -> tuple[list[Any], str]:
+    """Return the newest of these rows; without a history, why there is none."""
     try:
         with reading():
-            rows = list(recorded[:NEWEST])
+            return list(rows[:NEWEST]), ""
     except NoHistory as error:
-        no_history = str(error)
-    within = DAY
+        return [], str(error)
+
+
+def _choose_key(name: str, locks: list[HeldLock], rows: list[TaskLockEvent]) -> str:
+    """Return the key of the lock with this name that is held, or else of the one seen last."""
+    held = {lock.lock_key for lock in locks if lock.state in HOLDING}
+    if len(held) > 1:
+        raise SeveralMeant(name, sorted(held))
+    seen = [lock_of_slot(row.key) for row in rows if not row.key.startswith(QUEUED)]
+    queued = [lock.key for lock in locks]
+    return next(iter([*held, *seen, *queued, *select(name).keys(), name]))
+
+
+def _note_rows(known: Why, rows: list[TaskLockEvent]) -> None:
+    """Note what the newest rows say of a lock or a task."""
+    known.completed = _last_completed(rows)
     if len(rows) == NEWEST:
-        within = min(DAY, ago(rows[-1].last_at or rows[-1].at))
-    name = task
-    key = ""
-    same_name: list[str] = []
-    if not task:
-        # The slot that was named comes first, then those that are held.
-        locks.sort(key=lambda lock: (lock.key != text, lock.state not in HOLDING))
-        about: dict[str, Any] = {}
-        for each in [*locks, *rows]:
-            about.setdefault(lock_of_slot(each.key), each)
-        key, name, task = _choose_lock(selector, about)
-        meant = {key, LockKey("", key).beside(QUEUED, task).key}
-        if key != selector.text:
-            # Two long names may be shown alike.
-            same_name = [k for k in about if k not in meant and not k.startswith(QUEUED)]
-        locks = [lock for lock in locks if lock.lock_key in meant]
-        rows = [row for row in rows if lock_of_slot(row.key) in meant]
-    holding = [lock for lock in locks if lock.state in HOLDING]
-    others: list[HeldLock] = []
-    if key and task and not (holding or selector.is_exact):
-        with suppress(CannotList):
-            others = list_held([select(task)])
-    newest: dict[str, Any] = {}
-    for row in rows:
-        for trouble in row.troubles:
-            newest.setdefault(trouble, row)
+        known.within = min(DAY, ago(rows[-1].end))
     met = [row for row in rows if row.is_counted]
+    known.conflict = next(iter(met), None)
     conflicts: Counter[str] = Counter()
     for row in met:
-        if ago(row.end) <= within:
-            conflicts[row.result or "duplicates"] += row.count
-    known = Why(
-        name=name,
-        key=key,
-        free=not holding,
-        run=None,
-        held=holding,
-        queued=[lock for lock in locks if lock.queued],
-        expired=[lock for lock in locks if lock.state == "expired"],
-        alive=None,
-        death=None,
-        usual=history.usual_hold(name, task),
-        completed=next((row for row in rows if row.is_completed), None),
-        conflict=max(met, key=attrgetter("end"), default=None),
-        conflicts=conflicts,
-        within=within,
-        troubles=sorted({*newest.values()}, key=attrgetter("pk"), reverse=True),
-        starving=None,
-        same_name=same_name,
-        others=[lock.name for lock in others if lock.state in HOLDING],
-        no_history=no_history,
-    )
-    if key:
-        known.starving = starvation(name, rows)
-        if holding:
-            known.alive = holding[0].alive
-            known.death = holding[0].death
-    return known
+        result = row.result
+        if row.kind == "duplicate":
+            result = "duplicates"
+        if ago(row.end) <= known.within:
+            conflicts[result] += row.count
+    known.conflicts = conflicts
+    told: set[str] = set()
+    for row in rows:
+        if not told.issuperset(row.troubles):
+            known.troubles.append(row)
+            told.update(row.troubles)
 
 
-def _choose_lock(selector: Selector, about: dict[str, Any]) -> tuple[str, str, str]:
-    """Return the key, the name and the task of the lock that is meant, of those that are there."""
-    key = next(iter(selector.keys()), selector.text)
-    name = selector.name
-    keys = [each for each in about if not each.startswith(QUEUED)]
-    if keys and not is_key(selector.text):
-        key = keys[0]
-    if key in about:
-        return key, about[key].name, about[key].task or ""
-    return key, name, name.partition("(")[0]
+def _last_completed(rows: list[TaskLockEvent]) -> TaskLockEvent | None:
+    return next((row for row in rows if row.is_completed), None)
 
 
 # In words
 
 
-def facts(why: Why) -> Iterator[tuple[str, str]]:
-    """Yield what is known, each fact with its label; an empty one is not known."""
-    holder = None
-    if why.key and why.held:
-        holder = why.held[0]
+class Fact(NamedTuple):
+    """One thing that is known, with its label; ``text`` is empty if it is not known."""
+
+    label: str
+    text: str
+    is_command: bool = False
+    """Whether the text is a command for a shell."""
+
+
+def facts(why: Why) -> Iterator[Fact]:
+    """Yield what is known, each fact with its label."""
     if why.run:
-        yield "run", _run(why.run)
-    if why.same_name:
-        yield "same name", _join(f"this is {why.key}", *why.same_name)
+        yield Fact("run", _tell_run(why.run))
     if why.starving:
         met = words.plural(why.starving.conflicts, "conflict")
-        yield "starving", f"{met} in {duration(why.starving.unmet)}; no run completed"
-    if holder:
-        yield "held", _state(holder)
-        if holder.state in RUNNING | {"dead"}:
-            yield "lease", _lease(holder)
-            yield "page", words.task_page(holder.task_id)
-    else:  # the locks of a task, if there are any
-        for lock in why.held[:SHOWN]:
-            yield "held", f"{lock.name}: {lock.word}, {_state(lock)}"
-        if len(why.held) > SHOWN:
-            yield "held", f"and {len(why.held) - SHOWN} more"
-    yield from _past(why)
-    if holder:
-        if holder.state in RUNNING:
-            if holder.state == "stopped":
-                yield "continue", f"kill -CONT {holder.pid}"
-            kill = f"kill {holder.pid}"
-            if holder.task_id:
-                yield "stop", words.stop_command(holder.task_id)
-                kill = f"kill -9 {holder.pid}    # if it ignores SIGTERM"
-            if holder.alive:
-                yield "stop", kill
-        yield "free", _clear(holder)
-        for lock in why.held[1:]:
-            yield "slot", f"{lock.word}, {_state(lock)}"
-            yield "free", _clear(lock)
+        yield Fact("starving", f"{met} in {duration(why.starving.unmet)}; no run completed")
+    if why.key and len(why.held) == 1:
+        yield from _tell_holder(why, why.held[0])
+    else:
+        yield from _tell_holders(why.held)
+        yield from _tell_past(why)
     for lock in why.queued:
-        text = _state(lock)
-        if lock.conflicts is not None:
-            text += f"; {words.plural(lock.conflicts, 'duplicate')}"
-        yield "queued", text
-        yield "forget", _clear(lock)
+        yield Fact("queued", _tell_queued(lock))
+        yield Fact("forget", _clear_command(lock), is_command=True)
     for lock in why.expired:
-        yield "expired", _state(lock)
-    yield "history", why.no_history
+        yield Fact("expired", _tell_state(lock))
+    yield Fact("history", why.no_history)
 
 
-def _run(run: TaskLockEvent) -> str:
+def _tell_run(run: TaskLockEvent) -> str:
     """Say what became of the run, or the call, whose id was asked for."""
-    when = run.end
-    reason = ""
     if run.is_counted:
-        when = run.at
-        reason = words.reason(run)
-    by = ""
-    blocker = run.blocked_by_task_id or run.blocked_by
+        text = f"{run.holder()}: {words.word(run)} {_ago(run.at)}, {words.reason(run)}"
+    else:
+        text = f"{run.holder()}: {words.word(run)} {_ago(run.end)}"
+    blocker = run.blocked_by_task_id
     if blocker:
-        by = f"blocked by {blocker}"
-    return _join(f"{run.holder()}: {words.word(run)} {duration(ago(when))} ago", reason, by)
+        text += f", blocked by {blocker}"
+    return text
 
 
-def _past(why: Why) -> Iterator[tuple[str, str]]:
+def _tell_holder(why: Why, holder: HeldLock) -> Iterator[Fact]:
+    """Yield who has a lock, what was before, and the commands that end the hold."""
+    yield Fact("held", _tell_state(holder))
+    if holder.state not in WITHOUT_PROCESS:
+        yield Fact("lease", _tell_lease(holder))
+        yield Fact("page", words.task_page(holder.task_id))
+    yield from _tell_past(why)
+    yield from _commands(holder)
+
+
+def _tell_holders(held: list[HeldLock]) -> Iterator[Fact]:
+    """Yield who has the locks of a task, or the slots of a lock; each with its commands."""
+    for lock in held[:SHOWN]:
+        yield Fact("held", f"{lock.name}: {lock.word}, {_tell_state(lock)}")
+        yield from _commands(lock)
+    if len(held) > SHOWN:
+        yield Fact("held", f"and {len(held) - SHOWN} more")
+
+
+def _tell_past(why: Why) -> Iterator[Fact]:
     """Yield what the history knows."""
-    if why.usual is not None:
-        text = f"{words.hold_time(why.usual.median)}, longest {words.hold_time(why.usual.longest)}"
-        if why.key and any(lock.state == "slow" for lock in why.held):
-            text += "; this hold is slow"
-        yield "usual", text
-    if why.others:
-        yield "others", f"also held: {words.few(why.others)}"
-    if not why.no_history:
-        yield "conflicts", _conflicts(why)
+    if why.no_history:
+        return
+    if why.usual:
+        yield Fact("usual", _tell_usual(why, why.usual))
+    yield Fact("conflicts", _tell_conflicts(why))
+    yield Fact("completed", _tell_completed(why))
+    for row in why.troubles:
+        parts = [f"{' and '.join(row.troubles)} {_ago(row.end)}", str(row.holder())]
+        parts += filter(None, [words.witness(row), row.reason])
+        yield Fact("trouble", ", ".join(parts))
+
+
+def _tell_usual(why: Why, usual: UsualHold) -> str:
+    text = f"{words.hold_time(usual.median)}, longest {words.hold_time(usual.longest)}"
+    if why.key and any(lock.state == "slow" for lock in why.held):
+        text += "; this hold is slow"
+    return text
+
+
+def _tell_completed(why: Why) -> str:
     last = why.completed
     if last:
-        when = _ago(last)
+        when = _ago(last.end)
         if last.result == "raised":
             when += " with an error"
-        yield "completed", f"{when}, after {words.lasted(last)}, by {last.holder()}"
-    elif not why.no_history:
-        yield "completed", "none is recorded"
-    if not why.held:
-        for row in why.troubles:
-            trouble = f"{' and '.join(row.troubles)} {_ago(row)}"
-            yield "trouble", _join(trouble, str(row.holder()), words.witness(row), row.reason)
+        return f"{when}, after {words.lasted(last)}, by {last.holder()}"
+    if why.task_completed:
+        return f"none of this lock is recorded; the task completed {_ago(why.task_completed.end)}"
+    return "none is recorded"
 
 
-STATES = {
+WITHOUT_PROCESS = {
     "kept": "for {left} more by lock_at_least; {lock} has returned",
     "handed_over": "handed over {ago} ago by {lock}; its receiver must take it within {left}",
     "queued": "{lock}, sent {ago} ago; stops identical calls for {left} at most",
@@ -299,29 +337,39 @@ STATES = {
 """What is said of a lock that no process has, by its state."""
 
 
-def _state(lock: HeldLock) -> str:
+def _tell_state(lock: HeldLock) -> str:
     """Say since when who has a lock, and what is known of its process."""
     ago = duration(lock.held_for)
-    if lock.state in STATES:
-        return STATES[lock.state].format(lock=lock, ago=ago, left=duration(lock.left))
-    process = "another host or container: not known whether it is alive"
-    if lock.death:
-        process = f"dead: {lock.death}; the next call on this host takes the lock over"
-    elif lock.alive:
-        process = "alive on this host"
-        if lock.state == "stopped":
-            process = "stopped on this host"
-    text = f"by {lock} ({process})"
+    if lock.state in WITHOUT_PROCESS:
+        return WITHOUT_PROCESS[lock.state].format(lock=lock, ago=ago, left=duration(lock.left))
+    text = f"by {lock} ({_tell_process(lock)})"
     if lock.since:
         return f"for {ago} {text}"
     return text
 
 
-def _lease(lock: HeldLock) -> str:
-    if lock.remaining is None:
-        return duration(lock.timeout)
-    age = max(0.0, lock.timeout - lock.remaining)
+def _tell_process(lock: HeldLock) -> str:
+    if lock.death:
+        return f"dead: {lock.death}; the next call on this host takes the lock over"
+    if lock.state == "stopped":
+        return "stopped on this host"
+    if lock.alive:
+        return "alive on this host"
+    return "another host or container: not known whether it is alive"
+
+
+def _tell_queued(lock: HeldLock) -> str:
+    text = _tell_state(lock)
+    if lock.conflicts is not None:
+        text += f"; {words.plural(lock.conflicts, 'duplicate')}"
+    return text
+
+
+def _tell_lease(lock: HeldLock) -> str:
     text = duration(lock.timeout)
+    if lock.remaining is None:
+        return text
+    age = max(0.0, lock.timeout - lock.remaining)
     if lock.held_for - age > 1:
         text += f", renewed {duration(age)} ago"
     text += f", ends in {duration(lock.remaining)}"
@@ -330,35 +378,52 @@ def _lease(lock: HeldLock) -> str:
     return text
 
 
-def _conflicts(why: Why) -> str:
-    last = ""
-    if why.conflict:
-        last = f"; the last {_ago(why.conflict)}"
-    if why.held and why.key:
-        count = sum(lock.conflicts or 0 for lock in why.held)
+def _tell_conflicts(why: Why) -> str:
+    """Say how many calls met the holders of a lock, or lately found it held."""
+    text = _tell_lately(why)
+    if why.key and why.held:
+        count = sum(filter(None, [lock.conflicts for lock in why.held]))
         if not count:
             return "none during this hold"
-        waiting = sum(lock.waiting or 0 for lock in why.held)
         text = f"{count} during this hold"
+        waiting = sum(filter(None, [lock.waiting for lock in why.held]))
         if waiting:
             text += f", {waiting} waiting"
-        return text + last
-    counts = []
-    for word, count in sorted(why.conflicts.items()):
-        counted = word
-        if count == 1:
-            counted = word.removesuffix("s")  # of "duplicates": no other word ends with "s"
-        counts.append(f"{count} {counted}")
-    text = "none"
-    if counts:
-        text = ", ".join(counts)
-    text += f" in the last {duration(why.within)}{last}"
-    if why.conflict and why.conflict.blocked_by_task_id:
-        text += f", blocked by task {why.conflict.blocked_by_task_id}"
+    if why.conflict:
+        text += f"; the last {_ago(why.conflict.end)}"
+        if why.free and why.conflict.blocked_by_task_id:
+            text += f", blocked by task {why.conflict.blocked_by_task_id}"
     return text
 
 
-def _clear(lock: HeldLock) -> str:
+def _tell_lately(why: Why) -> str:
+    """Say what became of the calls that found a lock held."""
+    counts = []
+    for result, count in sorted(why.conflicts.items()):
+        word = result
+        if count == 1:
+            word = result.removesuffix("s")  # of "duplicates": no other word ends with "s"
+        counts.append(f"{count} {word}")
+    if not counts:
+        counts.append("none")
+    return f"{', '.join(counts)} in the last {duration(why.within)}"
+
+
+def _commands(lock: HeldLock) -> Iterator[Fact]:
+    """Yield what ends a run, and frees its lock; a signal only where the process is seen."""
+    if lock.state in RUNNING:
+        if lock.state == "stopped":
+            yield Fact("continue", f"kill -CONT {lock.pid}  # on {lock.host}", is_command=True)
+        kill = f"kill {lock.pid}  # on {lock.host}"
+        if lock.task_id:
+            yield Fact("stop", words.stop_command(lock.task_id), is_command=True)
+            kill = f"kill -9 {lock.pid}  # on {lock.host}, if it ignores SIGTERM"
+        if lock.alive:
+            yield Fact("stop", kill, is_command=True)
+    yield Fact("free", _clear_command(lock), is_command=True)
+
+
+def _clear_command(lock: HeldLock) -> str:
     """Return the command that frees a lock, or forgets a queued call, and no other one."""
     # Where the cache cannot list its entries, a queued call is found by its name or key alone. An
     # entry that something else wrote has no token.
@@ -370,9 +435,5 @@ def _clear(lock: HeldLock) -> str:
     return f"{command} {shlex.quote(lock.key)}"
 
 
-def _ago(row: TaskLockEvent) -> str:
-    return f"{duration(ago(row.end))} ago"
-
-
-def _join(*texts: str) -> str:
-    return ", ".join(filter(None, texts))
+def _ago(at: datetime) -> str:
+    return f"{duration(ago(at))} ago"

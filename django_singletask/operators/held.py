@@ -128,9 +128,9 @@ class HeldLock(Holder):
         return _("{} of {}").format(self.slots_held, self.slots)
 
     @property
-    def badness(self) -> tuple[int, float, str]:
-        """What sorts locks: the worst first, and of these the longest held."""
-        return RANKS.get(self.state, len(RANKS)), -self.held_for, self.name
+    def rank(self) -> int:
+        """How soon somebody should look at it: the least is the worst."""
+        return RANKS.get(self.state, len(RANKS))
 
 
 SAID = (CannotList, ImproperlyConfigured, NoHistory, NotMarked, SeveralMeant, UnknownName)
@@ -244,7 +244,9 @@ def add_states(locks: list[HeldLock], hungry: Sequence[Starving] | None = None) 
             lock.state = "starving"
     if conf.history != "off":
         _find_slow(held)
-    locks.sort(key=attrgetter("badness"))
+    locks.sort(key=attrgetter("name"))
+    locks.sort(key=attrgetter("held_for"), reverse=True)
+    locks.sort(key=attrgetter("rank"))
     return locks
 
 
@@ -383,8 +385,9 @@ def read(keys: Iterable[str] | None = None) -> list[HeldLock]:
         lock = HeldLock(**facts, key=key, state="held", remaining=entry.remaining)
         lock.state = _state(lock, stopped)
         locks.append(lock)
-    holders = Counter(map(attrgetter("lock_key"), locks))
-    for lock in locks:
+    with_slots = [lock for lock in locks if lock.slots > 1]
+    holders = Counter(lock.lock_key for lock in with_slots)
+    for lock in with_slots:
         lock.slots_held = holders[lock.lock_key]
     return locks
 

@@ -9,17 +9,20 @@ import subprocess
 import sys
 import timeit
 import uuid
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import starmap
-from types import SimpleNamespace
 from typing import Any
+
+from django.utils.translation import gettext as _
 
 from django_singletask.locks.keys import name_key
 from django_singletask.locks.ref import LockRef
-from django_singletask.operators.words import plural
+from django_singletask.operators.held import HeldLock, list_held
+from django_singletask.operators.words import STATES, plural
 from django_singletask.stores import get_store
-from django_singletask.stores.base import Store
+from django_singletask.stores.base import CannotList, Store
 
 LEASE = 60.0
 """Seconds after which the entry of a probe that was killed ends."""
@@ -38,18 +41,37 @@ sys.exit(0 if get_store(alias).read(key) else 3)
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """One thing that was found out; ``level`` is ok, note, warning or unfit."""
+    """One thing that was found out.
+
+    ``level`` is ok, note, restart (what a restart of the server loses), warning or unfit.
+    """
 
     level: str
     text: str
 
 
-def probe(alias: str) -> SimpleNamespace:
+@dataclasses.dataclass(frozen=True)
+class Probe:
+    """What was found out about a cache.
+
+    ``fit`` says whether it can hold locks. ``median`` and ``slowest`` (99%) are the seconds in
+    which a lock is acquired and released.
+    """
+
+    cache: str
+    backend: str
+    server: str
+    findings: list[Finding]
+    median: float
+    slowest: float
+    fit: bool
+
+
+def probe(alias: str) -> Probe:
     """Look at a cache from this process and from another one, and at its server.
 
-    ``fit`` says whether it can hold locks; ``median`` and ``slowest`` (99%) are seconds. It
-    releases the locks that it acquires, and touches no other. Raises ``ImproperlyConfigured`` for a
-    cache that cannot hold locks, and :class:`LockUnavailable`.
+    This releases the locks that it acquires, and touches no other. Raises ``ImproperlyConfigured``
+    for a cache that cannot hold locks, and :class:`LockUnavailable`.
     """
     store = get_store(alias)
     findings = [look_from_another_process(alias, store)]
@@ -62,17 +84,45 @@ def probe(alias: str) -> SimpleNamespace:
     median = statistics.median(spans)
     slowest = statistics.quantiles(spans, n=100)[98]
     times = f"{median * 1000:.2f} ms (median), {slowest * 1000:.2f} ms (99%)"
-    findings += [Finding("ok", f"a lock is acquired and released in {times}"), *look_at(store)]
+    findings.append(Finding("ok", f"a lock is acquired and released in {times}"))
+    findings += look_at(store)
+    levels = {finding.level for finding in findings}
+    if "restart" in levels:
+        findings.append(Finding("restart", f"now {look_at_stake()}"))
     backend = type(store.cache)
-    return SimpleNamespace(
-        cache=alias,
-        backend=f"{backend.__module__}.{backend.__qualname__}",
-        server=store.place,
-        findings=findings,
-        median=median,
-        slowest=slowest,
-        fit=all(finding.level != "unfit" for finding in findings),
-    )
+    name = f"{backend.__module__}.{backend.__qualname__}"
+    fit = "unfit" not in levels
+    return Probe(alias, name, store.place, findings, median, slowest, fit)
+
+
+def look_at_stake() -> str:
+    """Say what a restart now would cost, as far as the cache or the history know it."""
+    try:
+        locks = list_held()
+    except CannotList as error:
+        return f"it is not known what is held: {error}"
+    return at_stake(locks)
+
+
+TAKEN_AGAIN = frozenset({"held", "slow", "starving"})
+"""States of a lock that its process takes again after the cache has lost it."""
+
+
+def at_stake(locks: Iterable[HeldLock]) -> str:
+    """Say in one sentence what becomes of these locks if the cache restarts without its data."""
+    counts = Counter(lock.state for lock in locks)
+    del counts["expired"]  # the cache has lost it already
+    taken_again = sum(counts.pop(state, 0) for state in TAKEN_AGAIN)
+    parts = []
+    if taken_again:
+        text = _("{} held: taken again by their processes, unless lock_renew=False")
+        parts.append(text.format(taken_again))
+    gone = [f"{count} {STATES[state]}" for state, count in counts.items()]
+    if gone:
+        parts.append(_("gone: {}").format(", ".join(gone)))
+    if not parts:
+        return _("no lock is held and no call is queued")
+    return "; ".join(parts)
 
 
 @contextmanager
@@ -91,11 +141,11 @@ def _held(store: Store) -> Iterator[str]:
 def look_from_another_process(alias: str, store: Store) -> Finding:
     """Hold a lock and let another process, with the same settings, read it."""
     # The same modules are found there, wherever manage.py is.
-    paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
+    paths = [os.path.abspath(path) for path in sys.path]  # an empty path is this folder
     with _held(store) as key:
         done = subprocess.run(
             [sys.executable, "-c", READER, alias, key],
-            env={**os.environ, "PYTHONPATH": paths},
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
             capture_output=True,
             text=True,
             errors="replace",
@@ -124,7 +174,8 @@ def look_at(store: Store) -> Iterator[Finding]:
 
 def _answers(store: Any) -> Iterator[tuple[str, str]]:
     if store.family == "memcached":
-        yield "note", "a restart loses all locks, and memcached cannot list locks"
+        yield "restart", "it loses all locks"
+        yield "note", "memcached cannot list locks"
         yield "note", "memcached evicts locks too when its memory is full: use a dedicated server"
         servers = len(store.cache.client_servers)
         if servers > 1:
@@ -168,6 +219,6 @@ def _of_redis(client: Any) -> Iterator[tuple[str, str]]:
     if info.get("aof_enabled"):
         yield "ok", "locks survive a restart: AOF is on"
     elif client.config_get("save").get("save"):
-        yield "note", "a restart loses the locks acquired since the last RDB snapshot"
+        yield "restart", "it loses what is newer than the last RDB snapshot"
     else:
-        yield "note", "a restart loses all locks: neither AOF nor RDB is on"
+        yield "restart", "it loses all locks: neither AOF nor RDB is on"

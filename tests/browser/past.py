@@ -9,7 +9,7 @@ from uuid import UUID
 from django.utils import timezone
 
 from django_singletask.models import TaskLockEvent
-from tests import inside
+from tests import inside, past_rows
 from tests.command_line import hold as put
 from tests.entries import key_of
 
@@ -41,7 +41,7 @@ def fill() -> None:
             "task": task,
             "at": at,
         }
-        rows.append(TaskLockEvent(**{**usual, **run, **facts}))
+        rows.append(past_rows.new(**{**usual, **run, **facts}))
         return rows[-1]
 
     def hold(name: str, minutes: float, seconds: float, **facts: Any) -> TaskLockEvent:
@@ -86,7 +86,7 @@ def fill_day() -> None:
                 for field in ("at", "ended_at", "last_at")
             }
             tokens = {"id": None, "ref": f"{ago}-{facts['ref'][-20:]}", "blocked_by": ""}
-            rows.append(TaskLockEvent(**{**facts, **times, **tokens}))
+            rows.append(past_rows.new(**{**facts, **times, **tokens}))
     TaskLockEvent.objects.bulk_create(sorted(rows, key=lambda row: row.at))
 
 
@@ -98,7 +98,7 @@ def fill_held() -> None:
     def add(name: str, minutes: float, **facts: Any) -> None:
         common = {"name": name, "key": key_of(name), "task": name.partition("(")[0]}
         common |= {"ref": f"{len(rows):032x}", "kind": "run", "host": "web-1", "pid": 40}
-        rows.append(TaskLockEvent(at=now - timedelta(minutes=minutes), **{**common, **facts}))
+        rows.append(past_rows.new(at=now - timedelta(minutes=minutes), **{**common, **facts}))
 
     def hold(name: str, minutes: float, host: str, pid: int, conflicts: int) -> None:
         token = f"{pid:032x}"

@@ -30,8 +30,9 @@ def test_migrations_are_complete_under_another_default_auto_field(settings):
 def test_fields_are_those_that_are_documented():
     names = {field.name for field in TaskLockEvent._meta.get_fields()}
     documented = """
-        id ref kind outcome result name key cache task task_id host pid at ended_at noticed_at
-        retaken timeout count last_at blocked_by blocked_by_task_id actor reason longest_renewal_gap
+        id ref kind outcome result name key cache task task_id host pid at happened_at ended_at
+        noticed_at retaken retaken_at timeout fixed count last_at blocked_by blocked_by_task_id
+        actor reason longest_renewal_gap waited
     """
     assert names == set(re.findall(r"\w+", documented))
 
@@ -84,6 +85,21 @@ def test_a_hold_ends_when_its_run_says_so_unless_it_was_cleared():
     assert end("dead", noticed_at=noticed) == noticed
     assert end("cleared", ended_at=ended, noticed_at=noticed) == noticed
     assert end("", noticed_at=noticed) is None  # a sweep has missed the token once
+
+
+@pytest.mark.parametrize(("state", "ended"), [("expired", True), ("held", False)])
+def test_a_fixed_lease_ends_when_its_time_is_over(state, ended):
+    at, noticed = before_now(100), before_now(9)
+
+    def lasted(**facts):
+        row = TaskLockEvent(kind="run", at=at, timeout=20, fixed=True, **facts)
+        row.state = state
+        return row.hold_ended_at and round((row.hold_ended_at - at).total_seconds())
+
+    assert lasted(outcome="expired", noticed_at=noticed) == 20
+    assert lasted(outcome="lost", ended_at=noticed) == 20
+    assert lasted(outcome="released", ended_at=noticed) == 91  # it was extended
+    assert lasted() == (20 if ended else None)
 
 
 @pytest.mark.parametrize("kind", KINDS)

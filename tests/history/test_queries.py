@@ -7,11 +7,12 @@ import pytest
 from django.db import connections
 
 from django_singletask.history import queries
+from django_singletask.locks.keys import QUEUED
 from django_singletask.models import TaskLockEvent
 from django_singletask.operators import recorded
 from tests import inside
 from tests.admin_pages import drop_table
-from tests.past_rows import before_now, keep_history_in, ran, row, skipped
+from tests.past_rows import before_now, keep_history_in, new, ran, row, skipped
 from tests.plans import plans
 
 pytestmark = [
@@ -52,7 +53,9 @@ def test_every_database_gives_the_same_rows(settings, alias):
     assert ids(history.of_trouble("lost")) == [lost.pk]
     assert ids(history.of_trouble("retaken")) == [lost.pk]
     assert ids(history.of_trouble("dead")) == []
-    assert ids(history.newest().since(at)) == [lost.pk, skip.pk, held.pk, other.pk]
+    assert ids(history.within(at)) == [lost.pk, skip.pk, held.pk, other.pk, run.pk]
+    assert ids(history.within(at, before_now(25))) == [skip.pk, held.pk, other.pk, run.pk]
+    assert ids(history.of_task("a").within(at)) == [skip.pk, run.pk]
     assert sorted(ids(history.runs(["t1", "t2", ""]))) == [run.pk, other.pk]
     assert ids(history.blocked_by(["t3", "t1"])) == [skip.pk]
     assert history.values_list("result", "count").blocked_by(["t3", "t1"]) == [("skipped", 1)]
@@ -93,7 +96,9 @@ def questions():
             lambda: history.usual_hold("t5(5)"),
             lambda: recorded.find([{"name": "t5(5)"}]),
         ],
-        "singletask_at": [lambda: list(history.older_than(5500).order_by("at")[:100])],
+        "singletask_happened": [
+            lambda: list(history.older_than(5500).order_by("happened_at")[:100])
+        ],
         "singletask_task_id": [lambda: recorded.find([{"task_id": "id 7"}])],
         "ref": [lambda: history.runs(tokens), lambda: recorded.find([{"ref": "t5"}])],
         "singletask_blocked_by": [
@@ -102,8 +107,6 @@ def questions():
         ],
         "": [
             lambda: list(history.of_state("conflict").newest()[:100]),
-            lambda: list(history.of_trouble("lost").since(before_now(60))[:1000]),
-            lambda: list(history.newest().since(before_now(60))[:1000]),
             lambda: list(history.newest().search(["t5(", "t6(1)"])[:50]),
             lambda: history.name_of_key("singletask:t5:305"),
             lambda: recorded.find([{"task": "t5"}], what="conflict"),
@@ -112,28 +115,30 @@ def questions():
             lambda: recorded.find(what="dead", since=before_now(60)),
             lambda: recorded.find(what="held"),
             lambda: recorded.find(what="expired"),
-            lambda: sums_of_a_window(history.newest(), "task"),
-            lambda: sums_of_a_window(history.of_task("t5")),
-            lambda: sums_of_a_window(history.named("t5(2)")),
+            *[lambda rows=rows: rows.within(before_now(60)) for rows in parts_of_the_history()],
+            *[
+                lambda rows=rows: rows.within(before_now(2000), before_now(1940))
+                for rows in parts_of_the_history()
+            ],
         ],
     }
 
 
-def sums_of_a_window(rows, field="name"):
-    """Sum up a part of the history as the timeline does."""
-    # With a tenth of the rows, PostgreSQL may rightly read all of them.
-    start, end = before_now(120), before_now(60)
-    if field == "name":
-        rows = rows.filter(name__in=["t5(2)"])
-    return list(
-        queries.sums(rows.since(start, end), start, datetime.timedelta(minutes=1), field)[0]
-    )
+def parts_of_the_history():
+    return [
+        history.all(),
+        history.of_task("t5"),
+        history.named("t5(2)"),
+        history.of_trouble("lost"),
+        history.of_trouble("retaken"),
+        history.of_state("conflict"),
+    ]
 
 
 @pytest.mark.parametrize("alias", ["default", "mariadb", "sqlite"])
 def test_each_question_is_answered_by_an_index(settings, monkeypatch, alias):
-    # An hour is more than half of the rows here: to read all of them would be right.
-    monkeypatch.setattr(queries, "LATE", datetime.timedelta(minutes=1))
+    # In a day is more than half of the rows here: to read all of them would be right.
+    monkeypatch.setattr(queries, "DAY", datetime.timedelta(minutes=1))
     # As many open rows as PostgreSQL expects are no small part of the rows here.
     inside.bound(monkeypatch, "open rows", 100)
     keep_history_in(settings, alias)
@@ -155,7 +160,7 @@ def fill(alias):
     """Write so many rows that it pays to use an index, half of them of runs that have ended."""
     count = 6000
     rows = [
-        TaskLockEvent(kind="run", ref=f"o{number}", name="open", key="o", at=before_now(0))
+        new(kind="run", ref=f"o{number}", name="open", key="o", at=before_now(0))
         for number in range(20)
     ]
     for number in range(0, count, 2):
@@ -163,9 +168,9 @@ def fill(alias):
         facts = {"task": task, "name": f"{task}({number % 7})", "key": f"singletask:{task}:1"}
         run = {"kind": "run", "outcome": "released", "result": "returned", "ended_at": at}
         token = f"t{number}"
-        rows.append(TaskLockEvent(at=at, ref=token, task_id=f"id {number}", **run, **facts))
+        rows.append(new(at=at, ref=token, task_id=f"id {number}", **run, **facts))
         met = {"kind": "conflict", "result": "skipped", "ref": f"{token}:skip:skipped"}
-        rows.append(TaskLockEvent(at=at, blocked_by=token, **met, **facts))
+        rows.append(new(at=at, blocked_by=token, **met, **facts))
     history.bulk_create(rows, batch_size=500)
     with connections[alias].cursor() as cursor:
         cursor.execute(f"ANALYZE {'TABLE ' if alias == 'mariadb' else ''}{TABLE}")
@@ -173,7 +178,7 @@ def fill(alias):
 
 def test_control_a_question_that_reads_the_table_is_noticed(settings):
     keep_history_in(settings, "sqlite")
-    [plan] = plans("sqlite", lambda: list(history.filter(host="web-1").newest()))
+    [plan] = plans("sqlite", lambda: list(history.filter(host="web-1").order_by()))
     assert plan.reads_the_table()
 
 
@@ -203,12 +208,65 @@ def test_many_tokens_are_looked_up_in_batches(monkeypatch, django_assert_num_que
         assert history.runs(["", ""]) == []
 
 
-@pytest.mark.parametrize("first", [1, 1000])
-def test_time_window_has_what_was_written_late(monkeypatch, first):
-    inside.bound(monkeypatch, "rows of a window", first)
-    for minutes in (90, 70, 5, 80, 10):
-        row("run", minutes * 60, name=str(minutes))
-    assert {row.name for row in history.since(before_now(900))} == {"5", "10"}
+MINUTE = 60
+HOUR = 60 * MINUTE
+
+
+def test_window_has_what_began_happened_or_lasted_in_it():
+    """The window is from 20 to 10 minutes ago; what is to be found is named for its place."""
+    ran(25 * MINUTE, name="ended before")
+    ran(15 * MINUTE, HOUR, name="ended in it")
+    ran(5 * MINUTE, 10 * MINUTE, name="began in it")
+    ran(5 * MINUTE, HOUR, name="lasted through it")
+    ran(5 * MINUTE, 1 * MINUTE, name="began after")
+    row("run", 2 * HOUR, name="open before it")
+    row("run", 5 * MINUTE, name="opened after")
+    noticed_at = before_now(15 * MINUTE)
+    row("run", HOUR, name="noticed in it", outcome="cleared", noticed_at=noticed_at)
+    row(
+        "run",
+        HOUR,
+        name="queued, cleared in it",
+        key=f"{QUEUED}nightly",
+        outcome="cleared",
+        noticed_at=noticed_at,
+    )
+    retaken_at = before_now(12 * MINUTE)
+    row("run", HOUR, name="retaken in it", retaken=1, retaken_at=retaken_at, timeout=60)
+    skipped(HOUR, 11 * MINUTE, name="skipped in it")
+    skipped(HOUR, 5 * MINUTE, name="skipped through it")
+    skipped(HOUR, 30 * MINUTE, name="skipped before")
+    window = history.within(before_now(20 * MINUTE), before_now(10 * MINUTE))
+    assert {row.name for row in window} == {
+        "ended in it",
+        "began in it",
+        "lasted through it",
+        "open before it",
+        "noticed in it",
+        "queued, cleared in it",
+        "retaken in it",
+        "skipped in it",
+        "skipped through it",
+    }
+    assert {row.name for row in history.within(before_now(10 * MINUTE))} == {
+        "began in it",
+        "lasted through it",
+        "began after",
+        "open before it",
+        "opened after",
+        "retaken in it",
+        "skipped through it",
+    }
+
+
+def test_window_has_the_newest_by_the_last_thing_that_happened():
+    for minutes in (3, 1, 2):
+        ran(minutes * MINUTE, HOUR, name=str(minutes))
+    row("run", 2 * HOUR, name="open")
+    found = history.within(before_now(HOUR), limit=3)
+    assert [row.name for row in found] == ["1", "2", "3"]
+    found = history.within(before_now(HOUR), before_now(90), limit=1)
+    assert [row.name for row in found] == ["1"]
 
 
 @pytest.mark.parametrize("frequent", [5000, 1])
@@ -288,7 +346,7 @@ def test_a_result_is_looked_for_among_the_newest_rows(monkeypatch):
     inside.bound(monkeypatch, "rows of a search", 2)
     assert recorded.find(what="raised") == ([], False)
     statements = plans("default", lambda: recorded.find(what="raised"))
-    assert '"id" > %s' in statements[1].sql
+    assert '"happened_at" > %s' in statements[1].sql
 
 
 def test_no_condition_has_no_rows():

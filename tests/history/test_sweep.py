@@ -18,7 +18,7 @@ from django_singletask.worker import sweeper
 from tests import inside
 from tests.command_line import locks_as_json
 from tests.deadline import wait_for
-from tests.past_rows import before_now, keep_history_in, ran, row, skipped
+from tests.past_rows import before_now, keep_history_in, new, ran, row, save, skipped
 
 pytestmark = [
     pytest.mark.django_db(databases="__all__"),
@@ -66,6 +66,28 @@ def test_row_whose_token_is_gone_at_two_looks_is_expired(take):
     assert expired.reason == "its lease ended without a release"
     assert expired.noticed_at > noticed.noticed_at
     assert expired.actor == f"{socket.gethostname()}:{os.getpid()}"
+
+
+def test_fixed_lease_that_expired_ended_when_its_time_was_over(take):
+    token, _value = lose_host(take("nightly", timeout=10, renew=False))
+    for _ in range(2):
+        advance(11)
+        history.sweep()
+    expired = row_of(token)
+    assert expired.outcome == "expired"
+    assert (expired.hold_ended_at - expired.at).total_seconds() == 10
+
+
+def test_fixed_lease_that_was_extended_ended_at_an_unknown_time(take):
+    lock = take("nightly", timeout=10, renew=False)
+    advance(11)
+    history.sweep()  # finds the entry
+    token, _value = lose_host(lock)
+    for _ in range(2):
+        advance(11)
+        history.sweep()
+    expired = row_of(token)
+    assert (expired.outcome, expired.fixed) == ("expired", False)
 
 
 def test_looks_that_are_less_than_a_lease_apart_are_not_enough(take):
@@ -175,7 +197,7 @@ def test_entries_are_read_in_batches():
         return read_many(keys)
 
     facts = {"kind": "run", "at": before_now(100), "cache": "redis", "timeout": 10}
-    runs = [TaskLockEvent(ref=f"t{n}", name="n", key=f"k{n}", **facts) for n in range(1000)]
+    runs = [new(ref=f"t{n}", name="n", key=f"k{n}", **facts) for n in range(1000)]
     TaskLockEvent.objects.bulk_create(runs)
     one_by_one = inside.failing("read", AssertionError())
     with (
@@ -202,10 +224,10 @@ def test_prune_deletes_what_is_too_old_in_batches(settings):
     settings.SINGLETASK_HISTORY_DAYS = 7
     old = timezone.now() - timedelta(days=8)
     event = {"name": "n", "key": "k", "at": old}
-    rows = [TaskLockEvent(kind="conflict", ref=f"c{n}", **event) for n in range(25)]
+    rows = [new(kind="conflict", ref=f"c{n}", **event) for n in range(25)]
     TaskLockEvent.objects.bulk_create(rows)
-    TaskLockEvent.objects.create(kind="conflict", ref="new", **{**event, "at": timezone.now()})
-    TaskLockEvent.objects.create(kind="run", ref="t", **event)
+    save(kind="conflict", ref="new", **{**event, "at": timezone.now()})
+    save(kind="run", ref="t", **event)
     assert [*history.prune(batch=10)] == [10, 10, 5]
     assert TaskLockEvent.objects.count() == 2
 

@@ -215,7 +215,7 @@ def test_trouble_of_an_unknown_holder_closes_no_row():
 
 LATER = [NOW + datetime.timedelta(seconds=second) for second in range(9)]
 EVENTS = [
-    event(),
+    event(fixed=True),
     event("retaken", at=LATER[1], retaken=1),
     event("retaken", at=LATER[2], retaken=2),
     event("expired", at=LATER[3], reason="its lease ended"),
@@ -226,7 +226,7 @@ EVENTS = [
 ]
 STRONGEST = ["cleared", "lost", "released", "dead", "expired", "retaken", "acquired"]
 FIELDS = ["at", "ended_at", "noticed_at", "outcome", "result", "reason", "actor", "retaken"]
-FIELDS += ["blocked_by", "longest_renewal_gap", "count"]
+FIELDS += ["blocked_by", "longest_renewal_gap", "count", "fixed"]
 
 
 def written(batches):
@@ -304,12 +304,6 @@ def test_a_run_whose_kept_lock_is_cleared_stays_completed():
     assert (row.outcome, row.pid, row.timeout) == ("cleared", 7, 60)
     assert row.is_completed
     assert row.hold_ended_at == LATER[1]
-
-
-def test_rows_have_the_order_in_which_the_runs_began(alias):
-    begun = [event(token=f"{9 - second}", since=LATER[second]) for second in range(9)]
-    writing.write(begun[::-1])
-    assert [row.at for row in rows()] == LATER
 
 
 def test_control_an_outcome_that_any_event_overwrites_depends_on_the_order(alias, monkeypatch):

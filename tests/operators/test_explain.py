@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -58,12 +59,17 @@ def facts(name=NAME):
 # Held
 
 
-def test_conflicts_of_all_slots_are_counted():
+def test_slots_are_told_one_by_one_and_their_conflicts_together():
     hold(slots=2, token="one")
-    hold(key=f"{KEY}#2", slots=2, token="two")
+    hold(key=f"{KEY}#2", slots=2, token="two", ago=20)
     skipped(20, 10, 4, name=NAME, key=KEY, blocked_by="two")
     skipped(20, 10, 1, name=NAME, key=KEY, blocked_by="one", result="waiting", reason="requeue")
+    assert explained().startswith(
+        f"{NAME}: held (2 of 2 slots)\n  held       {NAME}: held, for 2m "
+    )
     assert facts()["conflicts"].startswith("5 during this hold, 1 waiting; the last ")
+    assert "manage.py locks clear one\n" in explained()
+    assert "manage.py locks clear two\n" in explained()
 
 
 def test_call_that_was_skipped_is_explained_by_its_id():
@@ -96,11 +102,11 @@ def test_facts_are_never_wrapped(eighty_columns):
     )
 
 
-def test_name_key_and_call_explain_the_same():
+@pytest.mark.parametrize("name", [KEY, NAME, "import_feed(feed_id=7)", "9ab2", "web-3:8121"])
+def test_what_the_lists_show_of_a_lock_explains_it(name):
     hold_elsewhere()
-    for name in (KEY, NAME, f"{TASK}( feed_id = 7 )"):
-        assert why(name).name == NAME
-        assert why(name).held[0]["token"] == "9ab2"
+    assert why(name).key == KEY
+    assert why(name).held[0]["token"] == "9ab2"
 
 
 def test_process_elsewhere_cannot_be_seen():
@@ -108,7 +114,7 @@ def test_process_elsewhere_cannot_be_seen():
     assert "process 8121 (another host or container: not known" in facts()["held"]
     assert "stop" in facts()
     assert "kill" not in explained()
-    assert why(NAME).alive is None
+    assert why(NAME).held[0]["alive"] is None
 
 
 def test_start_of_a_process_is_left_out_where_unknown():
@@ -125,7 +131,7 @@ def test_lease_of_memcached_is_only_its_length(settings, empty_cache):
     settings.SINGLETASK_CACHE = "pymemcache"
     empty_cache("pymemcache")
     hold(alias="pymemcache")
-    assert facts()["lease"] == "1m"
+    assert facts(KEY)["lease"] == "1m"
 
 
 def test_last_completed_run_that_raised_says_so():
@@ -137,7 +143,7 @@ def test_last_completed_run_that_raised_says_so():
 def test_code_outside_a_task_is_stopped_by_its_process():
     hold(task=None, task_id=None)
     assert "by code outside a task on " in facts()["held"]
-    assert facts()["stop"] == f"kill {os.getpid()}"
+    assert facts()["stop"] == f"kill {os.getpid()}  # on {socket.gethostname()}"
 
 
 def test_lock_that_starves_since_before_its_holder_says_so():
@@ -158,7 +164,7 @@ def test_dead_holder_is_taken_over():
     gone = f"(dead: process {gone['pid']} is gone; the next call on this host takes the lock over)"
     assert facts()["held"].endswith(gone)
     assert "stop" not in facts()
-    assert why(NAME).alive is False
+    assert why(NAME).held[0]["alive"] is False
 
 
 @pytest.fixture
@@ -173,16 +179,15 @@ def test_process_that_stands_still_is_called_stopped(child):
     hold(**process)
     child.send_signal(signal.SIGSTOP)
     wait_for(lambda: "(stopped on this host" in facts()["held"], "it is stopped")
-    assert facts()["continue"] == f"kill -CONT {child.pid}"
-    assert " stopped " in locks()
+    assert facts()["continue"] == f"kill -CONT {child.pid}  # on {socket.gethostname()}"
 
 
 def test_slow_hold_is_called_slow():
     hold()
     for _ in range(5):
         ran(7800, 0.01, name=NAME, key=KEY, task=TASK)
+    assert explained().startswith(f"{NAME}: slow\n")
     assert facts()["usual"] == "0.01s, longest 0.01s; this hold is slow"
-    assert " slow " in locks()
 
 
 @pytest.mark.parametrize(
@@ -193,7 +198,7 @@ def test_hold_is_slow_beside_enough_runs_of_less_than_half_its_length(runs, last
     hold(ago=ago)
     for _ in range(runs):
         ran(60, lasted, task=TASK)
-    assert why(NAME).held[0]["slow"] == bool(slow)
+    assert (why(NAME).held[0]["state"] == "slow") == bool(slow)
 
 
 # Free
@@ -238,39 +243,52 @@ def test_rows_of_a_name_that_shows_less_than_the_key_holds_are_kept_apart():
 LONG = "feeds.import_feed('https://…xml')"
 
 
-def test_held_locks_of_one_name_are_told_apart():
+def test_name_of_several_held_locks_asks_for_one_of_their_keys():
     hold(LONG, "singletask:feeds:1", token="1", ago=500)
     hold(LONG, "singletask:feeds:2", token="2")
     ran(90, name=LONG, key="singletask:feeds:2")
     ran(400, name=LONG, key="singletask:feeds:1")
-    assert "  same name  this is singletask:feeds:1, singletask:feeds:2" in explained(LONG)
-    assert facts(LONG)["held"].startswith("for 8m ")
-    assert facts(LONG)["free"] == "manage.py locks clear 1"
-    assert facts(LONG)["completed"].startswith("6m 40s ago")
-    assert "same name" not in explained("singletask:feeds:2")
-    assert why(LONG).same_name == ["singletask:feeds:2"]
+    with pytest.raises(CommandError, match='"singletask:feeds:1", "singletask:feeds:2"'):
+        why(LONG)
+    known = facts("singletask:feeds:1")
+    assert known["free"] == "manage.py locks clear 1"
+    assert known["completed"].startswith("6m 40s ago")
 
 
-def test_free_locks_of_one_name_are_told_apart():
-    ran(400, name=LONG, key="singletask:feeds:1")
-    ran(90, name=LONG, key="singletask:feeds:2")
-    ran(60, name=LONG, key="singletask:feeds:1")
-    skipped(50, name=LONG, key="singletask:feeds:2")
-    assert (why(LONG).key, why(LONG).same_name) == ("singletask:feeds:2", ["singletask:feeds:1"])
-    assert why(LONG).completed["key"] == "singletask:feeds:2"
+def test_name_of_several_free_locks_means_the_one_that_was_seen_last():
+    older, newer = f"singletask:{TASK}:1", f"singletask:{TASK}:2"
+    ran(400, name=LONG, key=older, task=TASK)
+    ran(90, name=LONG, key=newer, task=TASK)
+    assert why(LONG).completed["key"] == newer
+    assert why(older).completed["key"] == older
 
 
 def test_lock_and_its_queued_call_are_no_two_locks():
     hold(LONG, "singletask:feeds:1")
     hold(LONG, inside.queued_key("singletask:feeds:1", TASK), token="q", pid=0)
-    assert why(LONG).same_name == []
+    assert why(LONG).key == "singletask:feeds:1"
     assert why(LONG).queued[0]["token"] == "q"
 
 
 def test_task_that_never_ran_is_free():
-    name = "tests.testapp.tasks.unique(key='a')"
-    assert explained(name).startswith(f"{name}: not held\n")
+    name = "tests.testapp.tasks.unique"
+    assert explained("unique").startswith(f"{name}: 0 locks held\n")
     assert facts(name)["completed"] == "none is recorded"
+
+
+def test_lock_without_a_completed_run_tells_that_of_its_task():
+    hold()
+    ran(2400, name=f"{TASK}(feed_id=8)", task=TASK)
+    assert facts()["completed"] == "none of this lock is recorded; the task completed 40m ago"
+
+
+def test_trouble_of_the_past_is_told_while_the_lock_is_held():
+    hold(ago=5)
+    facts_of = {"name": NAME, "key": KEY, "task": TASK, "task_id": "y", "host": "web-2", "pid": 8}
+    row("run", 20, outcome="cleared", actor="ada on web-1", reason="hung", **facts_of)
+    assert facts()["trouble"] == (
+        "cleared 20s ago, task y on web-2, process 8, by ada on web-1, hung"
+    )
 
 
 def test_expired_hold_says_that_there_is_nothing_to_free():
@@ -290,12 +308,14 @@ def test_history_that_is_off_is_mentioned(settings):
     )
 
 
-def test_history_off_on_memcached_still_explains_what_is_held(settings, empty_cache):
+def test_history_off_on_memcached_explains_a_key_and_guesses_nothing(settings, empty_cache):
     settings.SINGLETASK_CACHE = "pymemcache"
     settings.SINGLETASK_HISTORY = "off"
     empty_cache("pymemcache")
     hold(alias="pymemcache")
-    assert facts()["held"].startswith("for 2m 1")
+    assert facts(KEY)["held"].startswith("for 2m 1")
+    with pytest.raises(CommandError, match="cannot list"):
+        explained(NAME)
 
 
 # Queued
@@ -331,7 +351,7 @@ def test_queued_call_on_memcached_without_history_says_what_is_known(settings, e
     settings.SINGLETASK_HISTORY = "off"
     empty_cache("pymemcache")
     hold(key=BESIDE, alias="pymemcache", ago=20, pid=0)
-    assert re.search(r"stops identical calls for (39|40)s at most$", facts()["queued"])
+    assert re.search(r"stops identical calls for (39|40)s at most$", facts(BESIDE)["queued"])
 
 
 # A task, and a run by its id
@@ -340,37 +360,44 @@ def test_queued_call_on_memcached_without_history_says_what_is_known(settings, e
 def test_task_is_summed_up(empty_cache):
     for feed in range(6):
         name, key = inside.call_lock(TASK, feed_id=feed)
-        hold_elsewhere(name=name, key=key, token=str(feed), ago=100 - feed)
+        hold_elsewhere(name=name, key=key, token=str(feed), task_id=f"id{feed}", ago=100 - feed)
     ran(90, 5, name=NAME, task=TASK, task_id="w", host="web-1", pid=9)
     skipped(60, 2, 31, name=NAME, task=TASK, blocked_by_task_id="z")
     skipped(90_000, 90_000, 5, name=NAME, task=TASK)
+    lines = []
+    for feed in range(5):
+        lines += [
+            f"  held       {TASK}(feed_id={feed}): held, for 1m {40 - feed}s by task id{feed} on "
+            "web-3, process 8121 (another host or container: not known whether it is alive)",
+            f"  stop       celery -A tests.testapp control terminate SIGTERM id{feed}",
+            f"  free       manage.py locks clear {feed}",
+        ]
     assert explained("import_feed").splitlines() == [
         f"{TASK}: 6 locks held",
-        *(
-            f"  held       {TASK}(feed_id={feed}): held, for 1m {40 - feed}s by task 3f0c on "
-            "web-3, process 8121 (another host or container: not known whether it is alive)"
-            for feed in range(5)
-        ),
+        *lines,
         "  held       and 1 more",
         "  usual      5.00s, longest 5.00s",
-        "  conflicts  31 skipped in the last 1d; the last 2s ago, blocked by task z",
+        "  conflicts  31 skipped in the last 1d; the last 2s ago",
         "  completed  1m 30s ago, after 5.00s, by task w on web-1, process 9",
     ]
 
 
-def test_sum_of_a_task_says_which_locks_are_held_by_no_running_process(child):
-    hold(f"{TASK}(feed_id=1)", "singletask:1", **{**ended_process(), "token": "1"})
-    stopped = {"pid": child.pid, "start": inside.start_of(child.pid)}
-    hold(f"{TASK}(feed_id=2)", "singletask:2", token="2", ago=133, **stopped)
-    hold(f"{TASK}(feed_id=3)", "singletask:3", token="3", ago=100)
+def test_locks_of_a_task_are_told_worst_first_each_with_its_commands(child):
     hold(f"{TASK}(feed_id=4)", "singletask:4", token="4", ago=1)
+    hold(f"{TASK}(feed_id=3)", "singletask:3", token="3", ago=100)
+    stopped = {"pid": child.pid, "start": inside.start_of(child.pid)}
+    hold(f"{TASK}(feed_id=2)", "singletask:2", token="2", ago=13, **stopped)
+    hold(f"{TASK}(feed_id=1)", "singletask:1", **{**ended_process(), "token": "1", "ago": 5})
     for _ in range(5):
         ran(7800, 1, name=NAME, key=KEY, task=TASK)
     child.send_signal(signal.SIGSTOP)
     wait_for(lambda: "(stopped on this host)" in explained(TASK), "it is stopped")
-    lines = explained(TASK).splitlines()[1:5]
-    states = [line.partition("): ")[2].partition(",")[0] for line in lines]
+    lines = explained(TASK).splitlines()[1:]
+    states = [line.partition("): ")[2].partition(",")[0] for line in lines if "): " in line]
     assert states == ["dead", "stopped", "slow", "held"]
+    labels = [line.split()[0] for line in lines]
+    of_run = ["held", "stop", "stop", "free"]
+    assert labels[:15] == ["held", "free", "held", "continue", *of_run[1:], *of_run, *of_run]
 
 
 def test_only_held_lock_of_a_task_is_explained_with_its_name():
@@ -411,30 +438,28 @@ def test_history_that_is_away_is_mentioned():
         assert "connection already closed" in why(NAME).no_history
 
 
-def test_unknown_name_has_close_matches():
-    ran(90, name="reports.nightly()")
-    ran(90, name="feeds.import_feed(feed_id=7)")
-    hold("customer:12", key_of("customer:12"))
-
-    def like(name):
-        with pytest.raises(CommandError) as caught:
-            why(name)
-        return str(caught.value).partition("Did you mean ")[2]
-
-    for name in ("feed.import_feed(feed_id=7)", "import_fed", "import_fed(feed_id=8)"):
-        assert like(name) == '"feeds.import_feed(feed_id=7)"?'
-    assert like("nightly") == '"reports.nightly()"?'
-    assert like("costumer:12") == '"customer:12"?'
-    assert like("something else") == like("") == ""
-    for end in ("s", "_2", "_3"):
-        ran(90, name=f"feeds.import_feed{end}(feed_id=7)")
-    assert like("feeds.import_fed(feed_id=400)").count("import_feed") == 3
-
-
-def test_unknown_key_is_unknown():
+@pytest.mark.parametrize(
+    "text", ["import_fed", "import_feed(9)", "feed_id=7", "0b4c5d1e", f"{KEY}0", "None"]
+)
+def test_text_that_nothing_is_known_by_gets_a_next_step_and_no_guess(text):
+    hold_elsewhere(task=None, task_id=None)
     ran(90, name=NAME, key=KEY, task=TASK)
+    with pytest.raises(CommandError) as caught:
+        why(text)
+    assert str(caught.value) == (
+        f"No lock or task is known as '{text}'. 'manage.py locks' lists what is held, and "
+        "'manage.py locks history' what was. A task id must be whole, and of the calls that a "
+        "holder blocks only the first is recorded: look for the others in the log of the worker."
+    )
+
+
+def test_host_with_locks_of_several_tasks_asks_for_one():
+    hold_elsewhere()
+    hold_elsewhere(name="nightly", key=key_of("nightly"), task=None, token="n")
+    with pytest.raises(CommandError, match=f'means more than one: "{re.escape(NAME)}", "nightly"'):
+        why("web-3")
     with pytest.raises(CommandError):
-        why(f"{KEY}0")
+        why("…nowhere")
 
 
 def test_characters_that_control_a_terminal_are_escaped():

@@ -15,7 +15,7 @@ from django_singletask.operators import charts, windows
 from tests import inside
 from tests.admin_pages import BASE, log_in, rows_of
 from tests.history.test_queries import fill
-from tests.past_rows import keep_history_in, ran, row, skipped
+from tests.past_rows import keep_history_in, ran, row, save, skipped
 from tests.plans import plans
 
 pytestmark = [
@@ -99,7 +99,7 @@ def test_week_has_bars_of_four_hours():
 def test_bars_of_the_day_on_which_the_clock_is_set_back_are_at_their_times():
     now = datetime(2025, 10, 26, 11, 30, tzinfo=UTC)
     facts = {"name": "a()", "key": "k", "task": "a", "outcome": "released", "ended_at": now}
-    TaskLockEvent.objects.create(kind="run", ref="t", timeout=60, at=now, **facts)
+    save(kind="run", ref="t", timeout=60, at=now, **facts)
     with override("Europe/Berlin"):
         [a] = charts.per_task(TaskLockEvent.objects.all(), windows.Window.past("24h", now))["rows"]
         [bar] = a["bars"]

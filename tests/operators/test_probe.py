@@ -10,7 +10,8 @@ from django.core.exceptions import ImproperlyConfigured
 
 from django_singletask.operators import probe
 from tests import inside, servers
-from tests.entries import private_store
+from tests.command_line import ended_process, hold
+from tests.entries import key_of, private_store
 
 pytestmark = pytest.mark.django_db(databases="__all__")
 
@@ -141,11 +142,11 @@ def test_policy_that_evicts_locks_is_a_warning(own_store, policy):
 
 @pytest.mark.parametrize(
     ("save", "text"),
-    [("", "a restart loses all locks"), ("3600 1", "since the last RDB snapshot")],
+    [("", "it loses all locks"), ("3600 1", "it loses what is newer than the last RDB snapshot")],
 )
-def test_persistence_is_reported(own_store, save, text):
+def test_what_a_restart_loses_is_reported(own_store, save, text):
     own_store.client.config_set("save", save)
-    assert text in texts(probe.look_at(own_store), "note")
+    assert text in texts(probe.look_at(own_store), "restart")
 
 
 def test_replica_is_unfit(looks):
@@ -169,8 +170,8 @@ def test_server_that_forbids_config_still_answers_the_rest(own_store):
 
 def test_memcached_forgets_and_evicts(looks):
     findings = looks("pymemcache")
-    assert {finding.level for finding in findings} == {"note"}
-    assert "a restart loses all locks" in texts(findings, "note")
+    assert {finding.level for finding in findings} == {"note", "restart"}
+    assert texts(findings, "restart") == "it loses all locks"
     assert "evicts locks too when its memory is full" in texts(findings, "note")
 
 
@@ -189,6 +190,50 @@ def test_more_than_one_memcached_server_is_a_warning(looks):
 )
 def test_database_tells_what_it_is(django_db_setup, looks, alias, text):
     assert text in texts(looks(alias), "note")
+
+
+# Before a restart
+
+
+def at_stake(alias):
+    """Return what the probe says that a restart of this cache would lose now."""
+    return texts(probe.probe(alias).findings, "restart").partition("\nnow ")[2]
+
+
+@pytest.mark.only_all("it starts processes")
+def test_what_a_restart_would_lose_is_counted(on_redis, take):
+    assert at_stake("redis") == "no lock is held and no call is queued"
+    take("nightly")
+    held_now = "1 held: taken again by their processes, unless lock_renew=False"
+    assert at_stake("redis") == held_now
+    hold(token="dead", **ended_process())
+    hold(token="kept", pid=0, kept=True)
+    hold(token="passed", pid=0)
+    for call in ("a", "b"):
+        hold(token=call, key=inside.queued_key(key_of(call), "task"), pid=0)
+    told = at_stake("redis")
+    assert told.startswith(f"{held_now}; gone: ")
+    gone = told.rpartition("gone: ")[2].split(", ")
+    assert sorted(gone) == ["1 dead", "1 handed over", "1 kept", "2 queued"]
+
+
+@pytest.mark.only_all("it starts processes")
+def test_server_that_keeps_its_data_has_nothing_at_stake(on_redis, take):
+    take("nightly")
+    client = inside.store_of("redis").client
+    client.config_set("appendonly", "yes")
+    assert texts(probe.probe("redis").findings, "restart") == ""
+    client.config_set("appendonly", "no")
+
+
+@pytest.mark.only_all("it starts processes")
+def test_what_memcached_would_lose_is_what_the_history_knows(settings, empty_cache, take):
+    settings.SINGLETASK_CACHE = "pymemcache"
+    empty_cache("pymemcache")
+    take("nightly")
+    assert at_stake("pymemcache").startswith("1 held: ")
+    settings.SINGLETASK_HISTORY = "off"
+    assert at_stake("pymemcache").startswith("it is not known what is held: ")
 
 
 # As a process

@@ -5,7 +5,7 @@ import pytest
 from django_singletask.models import TaskLockEvent
 from tests import inside
 from tests.inside import starving
-from tests.past_rows import keep_history_in, ran, row, skipped
+from tests.past_rows import before_now, keep_history_in, new, ran, row, skipped
 from tests.plans import plans
 
 pytestmark = [
@@ -181,8 +181,7 @@ def test_names_of_a_task_are_found_below_those_of_others(monkeypatch):
 def test_conflicts_with_open_holds_are_read_by_the_index_of_their_holders(settings):
     keep_history_in(settings, "sqlite")
     rows = [
-        TaskLockEvent(kind="run", name="n", key="k", ref=f"t{n}", at="2026-01-01T00:00Z")
-        for n in range(100)
+        new(kind="run", name="n", key="k", ref=f"t{n}", at=before_now(9000)) for n in range(100)
     ]
     TaskLockEvent.objects.bulk_create(rows)
     statements = plans("sqlite", lambda: starving(3600))

@@ -11,7 +11,7 @@ from django.db import connections
 
 from django_singletask.models import TaskLockEvent
 from django_singletask.operators import charts, windows
-from tests import inside
+from tests import inside, past_rows
 
 pytestmark = pytest.mark.django_db(databases="__all__")
 
@@ -47,7 +47,7 @@ def event(minutes, kind="conflict", **facts):
     usual = {"name": "nightly", "key": "k", "timeout": 60, "at": ago(minutes), "kind": kind}
     usual["ref"] = uuid.uuid4().hex
     usual |= {"result": "skipped", "reason": "skip"} if kind == "conflict" else {}
-    return TaskLockEvent.objects.create(**{**usual, **facts})
+    return past_rows.save(**{**usual, **facts})
 
 
 def drawn(span="1h", *, rows=None, now=NOW, **only):

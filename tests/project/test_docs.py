@@ -130,7 +130,7 @@ CONFLICTS = {*ast.literal_eval(POLICIES), "redelivery", "superseded", "outage"}
         ("Results", {*RESULTS}),
         ("Reasons", {*CONFLICTS, "queued", "kept"}),
         ("States", {*STATES, "slow", "stopped"}),
-        ("Levels", {"ok", "note", "warning", "unfit"}),
+        ("Levels", {"ok", "note", "restart", "warning", "unfit"}),
     ],
 )
 def test_the_page_of_codes_lists_each_code_and_no_other(heading, known):

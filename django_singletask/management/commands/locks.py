@@ -11,7 +11,6 @@ import sys
 from collections.abc import Iterable
 from contextlib import nullcontext, suppress
 from datetime import datetime, timedelta
-from operator import attrgetter
 from typing import Any, NoReturn
 
 from django.core.management.base import BaseCommand, CommandError, CommandParser, no_translations
@@ -26,7 +25,7 @@ from django_singletask.log import logger
 from django_singletask.management import output
 from django_singletask.models import TaskLockEvent
 from django_singletask.operators import held, words
-from django_singletask.operators.explain import facts, why
+from django_singletask.operators.explain import Fact, facts, why
 from django_singletask.operators.held import HOLDING, SAID, cannot_ask
 from django_singletask.operators.names import select
 from django_singletask.operators.probe import probe
@@ -333,7 +332,7 @@ class Command(BaseCommand):
     def probe(self, options: dict[str, Any]) -> None:
         """Print whether the cache can hold locks; exit with 1 if it cannot."""
         result = probe(conf.cache)
-        found = map(attrgetter("level", "text"), result.findings)
+        found = [Fact(finding.level, finding.text) for finding in result.findings]
         server = f"{result.backend.rpartition('.')[2]}, {result.server}"
         lines = [*output.fact_lines(f"Cache {result.cache!r}", server, found)]
         if result.fit:
