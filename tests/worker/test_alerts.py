@@ -51,6 +51,7 @@ def start_prometheus(start_worker, tmp_path):
 
 
 LOST = f'singletask_lock_trouble_total{{task="{tasks.hold.name}", kind="lost"}}'
+LOST_HOLD = f'singletask_lock_hold_seconds_count{{task="{tasks.hold.name}", outcome="lost"}}'
 
 
 @pytest.mark.parametrize("begins_with_0", [True, False])
@@ -80,6 +81,7 @@ def test_the_first_loss_raises_the_alert(start_prometheus, key, begins_with_0):
         wait_for(lambda: value(prometheus, seen) > 10, "the rules were judged again and again")
         assert prometheus.query("ALERTS") == []
     worker.end(key)
+    wait_for(lambda: value(prometheus, LOST_HOLD) == 1, "its hold is no run that returned")
 
 
 def value(prometheus, expression):
