@@ -47,6 +47,7 @@ WORDS: dict[str, Any] = {
 CELERY_APPS = ("app", "celery", "celery_app")
 """Names that a Celery application usually has in its module."""
 UNITS = {"d": 86_400, "h": 3600, "m": 60, "s": 1}
+NEIGHBOURS = [*pairwise(UNITS.items())]
 # Each unit at most once, the largest first: 1h30m, not 30m1h.
 GRAMMAR = re.compile("".join(f"(?:([0-9]{{1,12}}){unit})?" for unit in UNITS))
 LONGEST = 36_500 * 86_400
@@ -75,7 +76,7 @@ def duration(seconds: float | None) -> str:
     """
     if seconds is None:
         return "-"
-    for (unit, size), (part, smaller) in pairwise(UNITS.items()):
+    for (unit, size), (part, smaller) in NEIGHBOURS:
         if seconds >= size:
             number, left = divmod(int(seconds), size)
             left //= smaller
