@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Iterable
 from datetime import datetime
 from functools import lru_cache, wraps
-from operator import attrgetter
 from typing import Any
 from urllib.parse import urlencode
 
@@ -28,17 +27,17 @@ from django.utils.translation import gettext_lazy, pgettext_lazy
 from django_singletask.conf import conf
 from django_singletask.history.queries import NoHistory, reading
 from django_singletask.holder import clean
-from django_singletask.models import TaskLockEvent
+from django_singletask.models import COUNTED, OF_CALLS, RETAKEN, TROUBLE, TaskLockEvent
 from django_singletask.operators import held, words
 from django_singletask.operators.charts import draw, headline, per_task
 from django_singletask.operators.explain import facts, why
 from django_singletask.operators.held import HeldLock, cannot_ask
-from django_singletask.operators.names import recorded_tasks
-from django_singletask.operators.recorded import NOT_RECORDED, SCANNED, judge, of_what
+from django_singletask.operators.names import NOT_RECORDED, recorded_tasks
+from django_singletask.operators.recorded import SCANNED, judge, of_what
 from django_singletask.operators.starving import starving
 from django_singletask.operators.windows import HOUR, SPANS, Window, window_of
 from django_singletask.task.base import import_tasks, singleton_tasks
-from django_singletask.templatetags.singletask import long_id, task_id
+from django_singletask.templatetags.singletask import breakable, long_id, task_id
 
 __all__ = ["TaskLockEventAdmin"]
 
@@ -92,6 +91,10 @@ NOTES = {
     ),
 }
 """What it means to clear a lock in a state whose word does not say so."""
+CALLS = [*COUNTED, *OF_CALLS]
+"""What can become of calls, in the order in which it is offered."""
+TROUBLES = [words.ANY_TROUBLE, *TROUBLE, RETAKEN]
+RUNS = [code for code in words.WORDS if code not in (*CALLS, *TROUBLES)]
 View = Callable[..., HttpResponse]
 
 
@@ -128,6 +131,9 @@ class TaskFilter(admin.SimpleListFilter):
     title = gettext_lazy("task")
     parameter_name = "task"
 
+    def groups(self) -> dict[str, list[tuple[str, Any]]]:
+        return {"": self.lookup_choices}
+
     def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, Any]]:
         return [(name, name) for name in known_tasks()]
 
@@ -158,8 +164,15 @@ class WhatFilter(admin.SimpleListFilter):
     def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, Any]]:
         return list(words.WORDS.items())
 
+    def groups(self) -> dict[str, list[tuple[str, Any]]]:
+        """Return the words in groups."""
+        groups = {_("Trouble"): TROUBLES, _("Runs"): RUNS, _("Calls"): CALLS}
+        return {
+            label: [(code, words.WORDS[code]) for code in codes] for label, codes in groups.items()
+        }
+
     def queryset(self, request: HttpRequest, queryset: Any) -> Any:
-        return queryset  # EventList narrows it to the window first
+        return queryset  # EventList asks for it together with the window
 
 
 class UncountedPaginator(Paginator):  # type: ignore[type-arg]
@@ -184,20 +197,28 @@ class EventList(ChangeList):
         return {name: value for name, value in found.items() if name not in WINDOW}
 
     def get_ordering(self, request: HttpRequest, queryset: Any) -> list[Any]:
-        """Order the events of one task as their index does, which has the latest first, too."""
+        """Order the events of one task as their index does, which has the newest first, too."""
         return list(queryset.query.order_by)
+
+    def get_filters(self, request: HttpRequest) -> Any:
+        """Keep the filters for the form above the list: beside it, they take the room of names."""
+        filters, _has_filters, *others = super().get_filters(request)
+        return filters, False, *others
 
     def get_queryset(self, request: HttpRequest, exclude_parameters: Any = None) -> Any:
         """Keep what the window and the filter for what happened leave."""
         rows: Any = super().get_queryset(request, exclude_parameters)
         self.form = window_form(request, timezone.now())
-        window = self.form["window"]
-        if window:
-            rows = rows.since(window.start, window.until)
+        chosen = {TaskFilter.parameter_name, WhatFilter.parameter_name, "p"}
+        self.unfiltered = [pair for pair in request.GET.items() if pair[0] not in chosen]
         what = request.GET.get(WhatFilter.parameter_name, "")
         if what not in words.WORDS:
             what = ""
-        rows, is_whole = of_what(rows, what)
+        window = self.form["window"]
+        if window:
+            rows, is_whole = of_what(rows, what, window.start, window.until)
+        else:
+            rows, is_whole = of_what(rows, what)
         if not is_whole:
             text = _("Only the newest {} rows were searched: choose a time, a task or a lock.")
             messages.info(request, text.format(number_format(SCANNED, force_grouping=True)))
@@ -209,7 +230,7 @@ class EventList(ChangeList):
         self.full_result_count = self.result_count
         if self.query.strip() or self.get_filters_params() or self.form["window"]:
             self.full_result_count = None
-        events = sorted(self.result_list, key=attrgetter("at"), reverse=True)
+        events = list(self.result_list)
         self.result_list = events
         judge(events)
         if not events and self.query.strip():
@@ -228,8 +249,7 @@ class TaskLockEventAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
     """
 
     change_list_template = "django_singletask/events.html"
-    # The sidebars of the admin leave room for four columns.
-    list_display = ("when", "lock", "what", "run")
+    list_display = ("began", "ended", "lock", "what", "run")
     list_display_links = ("lock",)
     list_filter = (WhatFilter, TaskFilter)
     search_fields = ("^name", "=task_id")
@@ -240,7 +260,7 @@ class TaskLockEventAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
     show_full_result_count = False
     show_facets = admin.ShowFacets.NEVER
     list_per_page = 50
-    ordering = ("-id",)
+    ordering = ("-happened_at",)
     sortable_by = ()
 
     class Media:
@@ -523,20 +543,25 @@ class TaskLockEventAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
         calls = [f"{task}({each}" for task in tasks for each in arguments]
         return queryset.search([text, *calls], () if arguments else tasks), False
 
-    @admin.display(description=gettext_lazy("at"))
-    def when(self, event: TaskLockEvent) -> str:
+    @admin.display(description=gettext_lazy("began"))
+    def began(self, event: TaskLockEvent) -> str:
         return words.clock_time(event.at, dated=True)
+
+    @admin.display(description=gettext_lazy("ended"))
+    def ended(self, event: TaskLockEvent) -> str:
+        return words.end_time(event, lambda at: words.clock_time(at, dated=True))
 
     @admin.display(description=gettext_lazy("lock"))
     def lock(self, event: TaskLockEvent) -> SafeString:
-        return format_html('<bdi class="singletask-lock">{}</bdi>', event.name)
+        return format_html('<bdi class="singletask-lock">{}</bdi>', breakable(event.name))
 
     @admin.display(description=gettext_lazy("what happened"))
     def what(self, event: Any) -> SafeString:
         """Say how the hold ended, or what became of calls, how often, why, and who noticed it."""
         retaken = ""
-        if event.retaken:
-            retaken = _("retaken × {}").format(event.retaken)
+        if event.retaken_at:
+            at = words.clock_time(event.retaken_at, dated=True)
+            retaken = _("retaken × {}, last at {}").format(event.retaken, at)
         blocker = event.blocked_by_task_id or event.blocked_by
         if blocker:
             shown = long_id(blocker)

@@ -64,8 +64,8 @@ def rows_of(response: HttpResponse, table: str) -> list[str]:
 
 
 def text_of(html: str) -> str:
-    """Return what a browser shows of some HTML, with a space for every tag."""
-    return " ".join(unescape(re.sub(r"<[^>]*>", " ", html)).split())
+    """Return what a browser shows of some HTML, with a space for each tag between words."""
+    return " ".join(unescape(re.sub(r"<[^>]*>", " ", html.replace("<wbr>", ""))).split())
 
 
 def fill_table() -> None:
@@ -73,13 +73,15 @@ def fill_table() -> None:
     with connection.cursor() as cursor:
         cursor.execute(
             f"INSERT INTO {TABLE} (kind, outcome, result, name, key, cache, task, task_id, ref, "
-            "host, pid, at, timeout, count, retaken, blocked_by, blocked_by_task_id, actor, reason)"
+            "host, pid, at, happened_at, timeout, fixed, count, retaken, waited, blocked_by, "
+            "blocked_by_task_id, actor, reason)"
             " SELECT (CASE WHEN n % 500 = 0 THEN 'conflict' ELSE 'run' END), (CASE WHEN n % 500 = 0"
             " THEN '' WHEN n % 700 = 1 THEN 'dead' ELSE 'released' END), 'returned', "
             "'feeds.tasks.import_feed(feed_id=' || n % 1000 || ')', 'k', 'c', "
             "'tests.testapp.tasks.' || (CASE WHEN n % 900 = 0 THEN 'hold' ELSE 'meet' END), "
-            "md5(n::text), md5(n::text), 'h', 1, now() - n * interval '10 minutes', 60, 1, 0, "
-            "'', '', '', '' FROM generate_series(30000, 1, -1) n"
+            "md5(n::text), md5(n::text), 'h', 1, now() - n * interval '10 minutes', "
+            "now() - n * interval '10 minutes', 60, false, 1, 0, 0, '', '', '', '' "
+            "FROM generate_series(30000, 1, -1) n"
         )
         cursor.execute(f"ANALYZE {TABLE}")
 

@@ -741,6 +741,10 @@ def actions_of_the_command() -> list[str]:
     return [*locks.ACTIONS]
 
 
+def words_of_the_history() -> list[str]:
+    return [*words.WORDS]
+
+
 def states_of_a_lock() -> list[str]:
     return [*words.STATES]
 
@@ -767,6 +771,7 @@ BOUNDS = {
     "tokens of a question": (queries, "BATCH"),
     "rows of a search": (recorded, "SCANNED"),
     "open rows": (recorded, "OPEN"),
+    "runs with an end": (recorded, "FREQUENT"),
     "recorded tasks": (names, "RECORDED"),
     "rows of a task": (explain, "NEWEST"),
     "conflicts of what starves": (starvation, "NEWEST"),

@@ -120,11 +120,12 @@ class TaskLockEventQuerySet(models.QuerySet[Any]):
         return self.order_by("-happened_at")
 
     def newest_of_them(self, most: int) -> tuple[TaskLockEventQuerySet, bool]:
-        """Return at most so many rows, the newest ones, and whether these are all."""
-        left_out = self.values_list("happened_at", flat=True)[most : most + 1].first()
-        if left_out is None:
+        """Return about so many rows, the newest ones, and whether these are all."""
+        times = list(self.values_list("happened_at", flat=True)[most - 1 : most + 1])
+        if len(times) < 2:
             return self, True
-        return self.filter(happened_at__gt=left_out), False
+        # The rows of this very time are among them.
+        return self.filter(happened_at__gte=times[0]), False
 
     def open(self) -> TaskLockEventQuerySet:
         """Keep the rows of holds whose end is not reported, in the order of their index.

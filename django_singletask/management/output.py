@@ -11,6 +11,8 @@ from datetime import datetime
 from itertools import pairwise
 from typing import Any
 
+from django.utils import timezone
+
 from django_singletask.history.queries import timestamp
 from django_singletask.holder import clean
 from django_singletask.models import RETAKEN, TaskLockEvent
@@ -175,17 +177,15 @@ def starving_table(states: Sequence[Starving]) -> Iterator[str]:
 def history_table(rows: Sequence[TaskLockEvent]) -> Iterator[str]:
     # Two of them where a switch to or from summer time lies between the rows.
     zones = {words.clock_time(row.at, zone=True).partition(" ")[2] for row in rows}
-    heads = (f"AT ({'/'.join(sorted(zones))})", "LOCK", "WHAT", "HELD", "BY")
-    yield from table(heads, map(_row_cells, rows), name=1, right=(3,))
+    heads = (f"BEGAN ({'/'.join(sorted(zones))})", "ENDED", "LOCK", "WHAT", "HELD", "BY")
+    yield from table(heads, map(_row_cells, rows), name=2, right=(0, 1, 4))
 
 
 def _row_cells(row: TaskLockEvent) -> tuple[str, ...]:
     """Say what a row is about, what became of a call, and who cleared the lock, or had it."""
     what = words.word(row)
     if row.kind == "conflict":
-        what += f" {words.reason(row)}"
-    if row.retaken:
-        what += f", {RETAKEN}"
+        what = words.reason(row)
     if row.count > 1:
         what += f" ×{row.count}"
     held = "-"
@@ -200,8 +200,20 @@ def _row_cells(row: TaskLockEvent) -> tuple[str, ...]:
         by = re.sub(r" on \S+ \(manage\.py locks\)$", "", row.actor)
         if row.reason:
             by += f": {row.reason}"
-    # There is no room for the year.
-    return words.clock_time(row.at, dated=True).partition("-")[2], row.name, what, held, by
+    if row.retaken_at:
+        by += f", {RETAKEN} {_short_time(row.retaken_at, row.at)}"
+    began = _short_time(row.at, timezone.now())
+    ended = words.end_time(row, lambda at: _short_time(at, row.at))
+    return began, ended, row.name, what, held, by
+
+
+def _short_time(at: datetime, beside: datetime) -> str:
+    """Write a time; its date, too, if that is another one than that of the time ``beside`` it."""
+    text = words.clock_time(at, dated=True)
+    date, _space, clock = text.partition(" ")
+    if words.clock_time(beside, dated=True).startswith(date):
+        return clock
+    return text.partition("-")[2]  # there is no room for the year
 
 
 def fact_lines(name: str, state: str, known: Iterable[Fact]) -> Iterator[str]:
@@ -212,19 +224,19 @@ def fact_lines(name: str, state: str, known: Iterable[Fact]) -> Iterator[str]:
             yield f"  {fact.label:<9}  {clean(fact.text)}"
 
 
-def gauges(states: dict[str, int], starving: int | None) -> Iterator[str]:
+def gauges(states: dict[str, int], hungry: Sequence[Starving] | None) -> Iterator[str]:
     """Yield the lines that Prometheus reads; the codes of states need no escapes."""
     yield "# HELP singletask_locks Locks and queued calls, by state."
     yield "# TYPE singletask_locks gauge"
     for state, number in states.items():
         yield f'singletask_locks{{state="{state}"}} {number}'
-    if starving is not None:
+    if hungry is not None:
         yield "# HELP singletask_locks_starving Locks that have starved for an hour or more."
         yield "# TYPE singletask_locks_starving gauge"
-        yield f"singletask_locks_starving {starving}"
+        yield f"singletask_locks_starving {len(hungry)}"
 
 
-VERSION = 2
+VERSION = 3
 """Of the keys of the JSON: it grows when a key goes, or gets another meaning."""
 LOCK = (
     "name",

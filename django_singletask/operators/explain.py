@@ -30,6 +30,7 @@ from django_singletask.operators.names import Selector, SeveralMeant, UnknownNam
 from django_singletask.operators.recorded import find
 from django_singletask.operators.starving import Starving, starvation
 from django_singletask.operators.words import duration
+from django_singletask.stores.base import CannotList
 from django_singletask.stores.keys import is_key
 
 DAY = 86_400.0
@@ -93,23 +94,24 @@ def why(text: str) -> Why:
     selector = select(text)
     locks = list_held([selector])
     must_be_known([selector], locks)
-    if selector.is_exact or text in {lock.name for lock in locks}:
-        return _explain_named(selector, locks)
     task = _task_meant(selector, locks)
     if task:
         return _explain_task(task, locks)
     if locks:
-        return _explain_lock(locks[0].name, locks[0].lock_key)
-    if selector.is_pattern:
+        lock = _lock_meant(text, locks)
+        return _explain_lock(lock.name, lock.lock_key)
+    if selector.is_pattern and not selector.is_exact:
         raise UnknownName(text)
-    return _explain_run(text)
+    return _explain_free(selector)
 
 
 def _task_meant(selector: Selector, locks: list[HeldLock]) -> str | None:
     """Return the task of which all locks are meant; None if only one lock is, or none."""
+    names = sorted({lock.name for lock in locks})
+    if selector.is_exact or selector.text in names:
+        return None
     if len(selector.tasks) > 1:
         raise SeveralMeant(selector.text, selector.tasks)
-    names = sorted({lock.name for lock in locks})
     if len(names) == 1:
         return None
     tasks = {*selector.tasks, *(lock.task for lock in locks)}
@@ -118,40 +120,43 @@ def _task_meant(selector: Selector, locks: list[HeldLock]) -> str | None:
     return next(iter(tasks), None)
 
 
-def _explain_named(selector: Selector, locks: list[HeldLock]) -> Why:
-    """Explain the lock with a name or a key, or one of whose slots has this key."""
-    if not is_key(selector.text):
-        return _explain_lock(selector.text)
-    name = selector.name
-    for lock in locks:
-        name = lock.name
-    return _explain_lock(name, lock_of_slot(selector.text))
+def _lock_meant(text: str, locks: list[HeldLock]) -> HeldLock:
+    """Return the lock that is held, of these with one name, or else any of them."""
+    by_key = {lock.lock_key: lock for lock in locks if lock.state in HOLDING}
+    if len(by_key) > 1:
+        # Two long names may be shown alike.
+        raise SeveralMeant(text, sorted(by_key))
+    return next(iter([*by_key.values(), *locks]))
 
 
-def _explain_run(task_id: str) -> Why:
-    """Explain the lock of a run that has ended, or of a call, and say what became of that."""
+def _explain_free(selector: Selector) -> Why:
+    """Explain a lock that is not held, or that of a run or a call with this id."""
+    key = next(iter([*selector.keys(), selector.text]))
     with suppress(NoHistory):
-        rows, _complete = find([{"task_id": task_id}, {"ref": task_id}], limit=1)
+        rows, _complete = find([selector], limit=1)
         for row in rows:
-            known = _explain_lock(row.name, lock_of_slot(row.key))
-            known.run = row
+            if not is_key(selector.text):
+                key = row.key
+            known = _explain_lock(row.name, lock_of_slot(key))
+            if selector.text in (row.task_id, row.token):
+                known.run = row
+            elif row.name != selector.name:  # a host is known by its runs, but is no lock
+                raise UnknownName(selector.text)
             return known
-    return _explain_lock(task_id)
+    return _explain_lock(selector.name, key)
 
 
 # What is known
 
 
-def _explain_lock(name: str, key: str = "") -> Why:
-    """Gather what is known of the lock with this name and key.
-
-    Without a key, the lock is meant that is held, or else the one that was seen last.
-    """
-    locks = list_held([select(each) for each in (key, name) if each])
+def _explain_lock(name: str, key: str) -> Why:
+    """Gather what is known of the lock with this name and key; the key can be a queued call's."""
+    locks = _list_locks(key, name)
     rows, no_history = _read_rows(TaskLockEvent.objects.named(name))
-    if not key or key.startswith(QUEUED):
-        key = _choose_key(name, locks, rows)
-    # A name that was cut can belong to several locks.
+    if key.startswith(QUEUED):
+        keys = [lock_of_slot(each.key) for each in [*locks, *rows]]
+        key = next((each for each in keys if not each.startswith(QUEUED)), key)
+    # A name that is cut can belong to several locks.
     locks = [lock for lock in locks if lock.queued or lock.lock_key == key]
     rows = [row for row in rows if row.key.startswith(QUEUED) or lock_of_slot(row.key) == key]
     starving = starvation(name, rows)
@@ -159,13 +164,22 @@ def _explain_lock(name: str, key: str = "") -> Why:
     known.starving = starving
     known.no_history = no_history
     _note_rows(known, rows)
-    tasks = [each.task for each in [*locks, *rows] if each.task]
-    task = "".join(tasks[:1])
+    task = next((each.task for each in [*locks, *rows] if each.task), "")
     known.usual = TaskLockEvent.objects.usual_hold(name, task)
     if task and not known.completed:
         of_task, _no_history = _read_rows(TaskLockEvent.objects.of_task(task))
         known.task_completed = _last_completed(of_task)
     return known
+
+
+def _list_locks(*texts: str) -> list[HeldLock]:
+    """List the locks that one of these texts selects, as far as the cache can list them."""
+    found = {}
+    for text in texts:
+        with suppress(CannotList):
+            for lock in list_held([select(text)]):
+                found[lock.key, lock.token] = lock
+    return [*found.values()]
 
 
 def _explain_task(task: str, locks: list[HeldLock]) -> Why:
@@ -193,16 +207,6 @@ def _read_rows(rows: Any) -> tuple[list[Any], str]:
             return list(rows[:NEWEST]), ""
     except NoHistory as error:
         return [], str(error)
-
-
-def _choose_key(name: str, locks: list[HeldLock], rows: list[TaskLockEvent]) -> str:
-    """Return the key of the lock with this name that is held, or else of the one seen last."""
-    held = {lock.lock_key for lock in locks if lock.state in HOLDING}
-    if len(held) > 1:
-        raise SeveralMeant(name, sorted(held))
-    seen = [lock_of_slot(row.key) for row in rows if not row.key.startswith(QUEUED)]
-    queued = [lock.key for lock in locks]
-    return next(iter([*held, *seen, *queued, *select(name).keys(), name]))
 
 
 def _note_rows(known: Why, rows: list[TaskLockEvent]) -> None:

@@ -167,7 +167,7 @@ def list_held(selectors: Sequence[Selector] = ()) -> list[HeldLock]:
     if selectors:
         keys = [key for selector in selectors for key in [*selector.keys()]]
         locks = _selected(selectors, read(keys))
-    missed = [each for each in selectors if not (each.is_exact or any(map(each.selects, locks)))]
+    missed = [each for each in selectors if not _is_settled(each, locks)]
     if missed or not selectors:
         seen = {lock.key for lock in locks}
         others = [lock for lock in _read_all() if lock.key not in seen]
@@ -181,6 +181,15 @@ def _selected(selectors: Sequence[Selector], locks: list[HeldLock]) -> list[Held
     if not selectors:
         return locks
     return [lock for lock in locks if any(each.selects(lock) for each in selectors)]
+
+
+def _is_settled(selector: Selector, locks: list[HeldLock]) -> bool:
+    """Say whether the locks that were read under the keys of a text are all that it means."""
+    if selector.is_exact:
+        return True
+    if selector.text in selector.tasks:
+        return False
+    return any(map(selector.selects, locks))
 
 
 def _read_all() -> list[HeldLock]:
@@ -223,7 +232,7 @@ def must_be_known(selectors: Iterable[Selector], locks: Sequence[HeldLock] = ())
         if selector.is_pattern or any(map(selector.selects, locks)) or selector.tasks:
             continue
         with suppress(NoHistory):
-            rows, _complete = find(selector.conditions(), limit=1)
+            rows, _complete = find([selector], limit=1)
             if not rows and conf.history != "off":
                 raise UnknownName(selector.text)
 
@@ -301,8 +310,10 @@ def add_conflicts(locks: list[HeldLock]) -> list[HeldLock]:
     return locks
 
 
-def count_states(locks: Iterable[HeldLock]) -> Counter[str]:
-    return Counter(lock.state for lock in locks)
+def count_states(locks: Iterable[HeldLock]) -> dict[str, int]:
+    """Return how many locks are in each state, the worst state first, also 0."""
+    counts = Counter(lock.state for lock in locks)
+    return {state: counts[state] for state in STATES}
 
 
 def summary(locks: Sequence[HeldLock]) -> str:

@@ -9,10 +9,11 @@ from functools import cached_property
 from typing import Any
 
 from celery import current_app
+from django.utils.translation import gettext_lazy as _
 
 from django_singletask.history.queries import NEWEST, NoHistory, reading
 from django_singletask.holder import clean
-from django_singletask.locks.keys import QUEUED, LockKey, name_key
+from django_singletask.locks.keys import QUEUED, LockKey, lock_of_slot, name_key
 from django_singletask.models import TaskLockEvent
 from django_singletask.operators.words import process
 from django_singletask.stores.keys import is_key
@@ -22,6 +23,11 @@ RECORDED = 100
 """Tasks of the history, at most, that a shortened name is compared with; each costs a query."""
 MODULES = re.compile(r"(?:[^\W\d]\w*\.)+(?=[^\W\d])")
 """What stands before the last part of the name of a task, or of a call."""
+NOT_RECORDED = _(
+    "If it is the id of a call that found its lock held: of all calls that one holder blocks, only "
+    "the id of the first is recorded. The log of the worker has a line for each call, which names "
+    "the lock and the holder: ask for that lock."
+)
 
 
 class UnknownName(Exception):
@@ -30,7 +36,7 @@ class UnknownName(Exception):
     def __init__(self, name: str) -> None:
         super().__init__(
             f"No lock or task is known as '{clean(name, 255)}'. 'manage.py locks' lists what is "
-            "held, and 'manage.py locks history' what was."
+            f"held, and 'manage.py locks history' what was. {NOT_RECORDED}"
         )
 
 
@@ -79,18 +85,19 @@ class Selector:
         """The keys of the locks with this name in the history, and those of their queued calls."""
         keys: list[str] = []
         with suppress(NoHistory), reading(even_if_off=True):
-            rows = TaskLockEvent.objects.named(self.text).values_list("name", "key", "task")
+            rows = TaskLockEvent.objects.named(self.name).values_list("name", "key", "task")
             for name, key, task in {*rows[:NEWEST]}:
                 # MySQL also finds names that differ in case, in accents, or in spaces at their end.
-                if name == self.text:
+                if name == self.name:
                     keys += [key, LockKey(name, key).beside(QUEUED, task).key]
         return keys
 
     def keys(self) -> list[str]:
         """Return the keys that are read first: the text can be one of them, or their name."""
-        if is_key(self.text):
-            return [self.text]
         keys = self.recorded_keys
+        if is_key(self.text):
+            slots = [key for key in keys if lock_of_slot(key) == self.text]
+            return [self.text, *slots]
         with suppress(ValueError):
             keys = [name_key(self.text).key, *keys]
         return keys
@@ -129,15 +136,6 @@ class Selector:
             lock.key,
             lock.lock_key,
         )
-
-    def conditions(self) -> list[dict[str, Any]]:
-        """Return conditions for :func:`find`: the rows meet one of them."""
-        if self.is_pattern:
-            return [{"like": self.text}]
-        meant = [{"task": task} for task in self.tasks]
-        if self.text:
-            meant += [{"name": self.name}, {"task_id": self.text}, {"ref": self.text}]
-        return meant
 
     def fits(self, name: str, task: str | None, *others: str | None) -> bool:
         """Say whether one of these texts is meant. One that is missing is not compared."""

@@ -2,113 +2,141 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Sequence
 from datetime import datetime, timedelta
 from operator import attrgetter
 from typing import Any
 
 from django.utils.timezone import now as django_now
-from django.utils.translation import gettext_lazy as _
 
 from django_singletask.conf import conf
 from django_singletask.history.queries import FREQUENT, OPEN, reading
 from django_singletask.holder import Holder
 from django_singletask.locks.liveness import proof_of_death
 from django_singletask.log import logger
-from django_singletask.models import COUNTED, OF_CALLS, RESULTS, TaskLockEvent, is_over
-from django_singletask.operators.words import LONGEST
+from django_singletask.models import (
+    COUNTED,
+    OF_CALLS,
+    RESULTS,
+    RETAKEN,
+    TROUBLE,
+    TaskLockEvent,
+    is_over,
+)
+from django_singletask.operators.names import Selector
+from django_singletask.operators.words import ANY_TROUBLE, LONGEST, process
 from django_singletask.stores import get_store
 
 SCANNED = 20_000
 """Newest rows, at most, among which those are looked for that no index serves."""
-NOT_RECORDED = _(
-    "A task id must be whole, and of the calls that a holder blocks only the first is recorded: "
-    "look for the others in the log of the worker."
-)
-
-
-def regex(text: str) -> str:
-    return re.sub(r"\\\*|…", ".*", re.escape(text))
+Window = tuple[datetime | None, datetime | None]
+ALWAYS: Window = (None, None)
+Found = tuple[list[TaskLockEvent], bool]
 
 
 def find(
-    conditions: Iterable[Mapping[str, Any]] = ({},),
+    selectors: Sequence[Selector] = (),
     *,
     limit: int = 50,
     what: str = "",
     since: datetime | None = None,
     until: datetime | None = None,
 ) -> tuple[list[TaskLockEvent], bool]:
-    """Return the newest rows that meet one of the conditions, and began in this time.
+    """Return the newest rows that a window of time has, and that one of the selectors means.
 
-    They are those that were added last, sorted by their times: no index has these for each
-    condition, and the row of a queued call that was cleared is added long after its time. The
-    second value is False if older rows may fit that nobody looked at.
-
-    Conditions are columns of the history and their values, and ``like``, a pattern for the name.
-    ``what`` is a key of ``WORDS``. Old rows are found with the history off, too. Raises
-    :class:`NoHistory`.
+    Without selectors, all rows are meant. ``what`` is a key of ``WORDS``. The second value is False
+    if older rows may be meant that nobody looked at. Old rows are found with the history off, too.
+    Raises :class:`NoHistory`.
     """
+    window = (since, until)
     with reading(even_if_off=True):
-        history = TaskLockEvent.objects.all()
-        if since or until:
-            if since is None:
-                since = django_now() - timedelta(seconds=LONGEST)
-            history = history.since(since, until)
-        parts = [_find(history, what, limit, **condition) for condition in conditions]
+        if selectors:
+            parts = [_find(selector, what, window, limit) for selector in selectors]
+        else:
+            parts = [_read(TaskLockEvent.objects.newest(), what, window, limit)]
     rows = {row for part, _complete in parts for row in part}
-    newest = sorted(rows, key=attrgetter("pk"), reverse=True)[:limit]
-    newest.sort(key=attrgetter("at"), reverse=True)
+    newest = sorted(rows, key=attrgetter("happened_at", "pk"), reverse=True)[:limit]
     judge(newest)
     return newest, all(complete for _part, complete in parts)
 
 
-def _find(
-    rows: Any, what: str, limit: int, task: str = "", like: str = "*", **facts: Any
-) -> tuple[list[Any], bool]:
-    if task:
-        rows = rows.of_task(task)
-    rows = rows.filter(**facts)
-    start = re.split("[*…]", like)[0]
-    if start:
-        rows_of_names = TaskLockEvent.objects.order_by().named_like(start)
-        ids = list(rows_of_names.values_list("pk", flat=True)[: FREQUENT + 1])
-        if len(ids) <= FREQUENT:
-            rows = rows.filter(pk__in=ids)
-    rows, complete = of_what(rows, what)
-    if like == "*":
-        return list(rows[:limit]), complete
-    rows, all_seen = rows.newest_of_them(SCANNED)
-    return list(rows.filter(name__regex=f"^{regex(like)}$")[:limit]), complete and all_seen
+def _find(selector: Selector, what: str, window: Window, limit: int) -> Found:
+    """Find rows by the indexes of names, tasks and ids; others among the newest rows."""
+    history = TaskLockEvent.objects
+    if not selector.is_pattern:
+        text = selector.text
+        indexed = [history.of_task(task) for task in selector.tasks]
+        indexed.append(history.named(selector.name))
+        indexed += [history.filter(task_id=text).newest(), history.filter(ref=text).newest()]
+        parts = [_read(rows, what, window, limit) for rows in indexed]
+        found = [row for part, _complete in parts for row in part]
+        if found:
+            return found, all(complete for _part, complete in parts)
+    scanned, complete = _scan(history.newest(), *window)
+    facts = scanned.values_list("pk", "name", "task", "task_id", "ref", "key", "host", "pid")
+    pks = []
+    for pk, *texts, host, pid in facts:
+        if selector.fits(*texts, host, process(host, pid)):
+            pks.append(pk)
+    found, all_seen = _read(history.filter(pk__in=pks).newest(), what, ALWAYS, limit)
+    return found, complete and all_seen
 
 
-def of_what(rows: Any, what: str) -> tuple[Any, bool]:
-    """Keep the rows with this code of ``WORDS``; say whether older rows were left out.
+def _read(rows: Any, what: str, window: Window, limit: int) -> Found:
+    rows, complete = of_what(rows, what, *window)
+    return list(rows[:limit]), complete
 
-    No index serves the result of a run or call, so only the newest rows are looked at for it.
+
+def of_what(
+    rows: Any, what: str, since: datetime | None = None, until: datetime | None = None
+) -> tuple[Any, bool]:
+    """Keep the rows that a window has, with this code of ``WORDS``; the newest, if they are many.
+
+    The second value is False if not all rows were looked at: no index serves the result of a run or
+    call, so only the newest rows are looked at for it.
     """
+    if not what:
+        return _in_window(rows, since, until), True
     if what in RESULTS:
         if what in OF_CALLS:
             rows = rows.of_state("conflict")
-        rows, all_seen = rows.newest_of_them(SCANNED)
-        return rows.filter(result=what, outcome__in=("", "released")), all_seen
+        rows, complete = _scan(rows, since, until)
+        return rows.filter(result=what, outcome__in=("", "released")), complete
     if what in COUNTED:
-        return rows.of_state(what), True
-    if what in {"held", "dead", "expired"}:  # an open hold can be any of these
-        open_rows = list(rows.open()[:OPEN])
-        judge(open_rows)
-        pks = [row.pk for row in open_rows if row.state == what]
-        closed = rows.of_trouble(what)
-        complete = len(open_rows) < OPEN
-        if pks:
-            closed, all_seen = closed.newest_of_them(SCANNED)
-            pks += closed.values_list("pk", flat=True)
-            return rows.filter(pk__in=pks), complete and all_seen
-        return closed, complete
-    if what:
-        rows = rows.of_trouble(what)
-    return rows, True
+        return _in_window(rows.of_state(what).newest(), since, until), True
+    codes = [what]
+    if what == ANY_TROUBLE:
+        codes = [*TROUBLE, RETAKEN]
+    return _of_runs(rows, codes, since, until)
+
+
+def _of_runs(
+    rows: Any, codes: Collection[str], since: datetime | None, until: datetime | None
+) -> tuple[Any, bool]:
+    """Keep the runs whose hold ended in one of these ways; an open hold may have, too."""
+    open_rows = _in_window(rows.open(), since, until)[:OPEN]
+    judge(open_rows)
+    pks = [row.pk for row in open_rows if row.state in codes]
+    for code in codes:
+        ended = _in_window(rows.of_trouble(code), since, until)
+        pks += ended.values_list("pk", flat=True)[:FREQUENT]
+    return TaskLockEvent.objects.filter(pk__in=pks).newest(), len(open_rows) < OPEN
+
+
+def _in_window(
+    rows: Any, since: datetime | None, until: datetime | None, limit: int = FREQUENT
+) -> Any:
+    if since is None:
+        if until is None:
+            return rows
+        since = django_now() - timedelta(seconds=LONGEST)
+    return rows.within(since, until, limit)
+
+
+def _scan(rows: Any, since: datetime | None, until: datetime | None) -> tuple[Any, bool]:
+    """Return the newest rows, and whether a window has no others."""
+    scanned: tuple[Any, bool] = _in_window(rows, since, until, SCANNED + 1).newest_of_them(SCANNED)
+    return scanned
 
 
 def judge(rows: Iterable[TaskLockEvent]) -> None:

@@ -6,7 +6,7 @@ import argparse
 import re
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from itertools import pairwise
 from typing import Any
@@ -36,12 +36,15 @@ STATES = {
     "queued": _("queued"),
 }
 """The words for the states of a lock."""
+ANY_TROUBLE = "trouble"
+"""Stands for all outcomes that can let two runs work at the same time, and for retaken locks."""
 WORDS: dict[str, Any] = {
     "held": STATES["held"],
     **RESULTS,
     **OUTCOMES,
     RETAKEN: _("retaken"),
     **COUNTED,
+    ANY_TROUBLE: _("trouble"),
 }
 """What can have become of a run or a call, in the words of the list."""
 CELERY_APPS = ("app", "celery", "celery_app")
@@ -115,6 +118,15 @@ def clock_time(at: datetime | float, *, dated: bool = False, zone: bool = False)
     if zone:
         form += " T"
     return date_format(to_local(at), form)
+
+
+def end_time(row: TaskLockEvent, clock: Callable[[datetime], str]) -> str:
+    """Write when a hold ended, or when the last call came, or that a run goes on."""
+    if row.outcome or row.is_counted:
+        return clock(row.end)
+    if row.state == "held":
+        return str(_("running"))
+    return "-"
 
 
 def to_moment(text: str) -> datetime:

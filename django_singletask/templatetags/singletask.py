@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 
 from django import template
-from django.utils.html import format_html
+from django.utils.html import format_html, format_html_join
 from django.utils.safestring import SafeString
 
 from django_singletask.operators.words import clock_time, duration, hold_time, place, task_page
 
+BREAK = re.compile(r"(?<=[(,=/_])|(?<=\.)(?![0-9])")
+"""Where a name can go on in the next line: not at the point of a number."""
 register = template.Library()
 register.filter(duration)
 register.filter(hold_time)
 register.filter(place)
 register.filter("moment", partial(clock_time, dated=True))
+
+
+@register.filter
+def breakable(name: str) -> SafeString:
+    """Let a long name break into lines after its punctuation, not inside a number or a word."""
+    parts = BREAK.split(name)
+    return format_html_join(SafeString("<wbr>"), "{}", [(part,) for part in parts])
 
 
 @register.filter

@@ -31,7 +31,7 @@ from django_singletask.operators.names import Selector, UnknownName, select
 from django_singletask.operators.probe import probe
 from django_singletask.operators.recorded import SCANNED, find
 from django_singletask.operators.starving import HOUR, Starving, starving
-from django_singletask.operators.words import STATES, WORDS, duration, few, parse_duration, plural
+from django_singletask.operators.words import WORDS, duration, few, parse_duration, plural
 from django_singletask.stores import get_store
 from django_singletask.stores.keys import PREFIX
 from django_singletask.stores.locmem import LocMemStore
@@ -60,6 +60,7 @@ IN_USE = HOLDING - {"kept"}
 FREE = ("lock", "free", "Freed")
 FORGET = ("queued call", "forget", "Forgot")
 """What is cleared, and the words for that."""
+CLOCK = re.compile("[0-9]{1,2}:[0-9]{2}(:[0-9]{2})?")
 Options: TypeAlias = Any
 """A parser, or a group of its options: ``argparse`` has no public type for both."""
 UNKNOWN = 3
@@ -69,11 +70,23 @@ UNKNOWN = 3
 def moment(text: str) -> datetime:
     """Read a time, in the time zone of the project, or how long ago it is."""
     with suppress(ValueError, OverflowError):
+        if CLOCK.fullmatch(text):
+            return last_time(text)
         return words.to_moment(text)
     with suppress(argparse.ArgumentTypeError):
         return timezone.now() - timedelta(seconds=parse_duration(text))
     message = f"{text!r} is neither a time such as '2026-11-21 14:05' nor a duration such as 2h."
     raise argparse.ArgumentTypeError(message)
+
+
+def last_time(clock: str) -> datetime:
+    """Return when it was this time of the day the last time."""
+    now = timezone.now()
+    today = words.to_local(now).date()
+    at = words.to_moment(f"{today} {clock}")
+    if at > now:
+        at = words.to_moment(f"{today - timedelta(days=1)} {clock}")
+    return at
 
 
 def count(text: str) -> int:
@@ -238,9 +251,7 @@ class Command(BaseCommand):
         if options["starving"]:
             lines = output.starving_table(hungry)
             none = none.replace("is held", "starves")
-        counts = held.count_states(locks)
-        states = {state: counts[state] for state in STATES}
-        known = {"states": states, "starving": hungry, "locks": locks}
+        known = {"states": held.count_states(locks), "starving": hungry, "locks": locks}
         if locks and not (options["json"] or options["starving"]):
             self.stdout.write(held.summary(locks))
         self.show(known, lines, none)
@@ -290,11 +301,8 @@ class Command(BaseCommand):
 
     def history(self, options: dict[str, Any]) -> None:
         selectors = [*map(select, options["names"])]
-        conditions: list[dict[str, Any]] = [{}]
-        if selectors:
-            conditions = [each for selector in selectors for each in selector.conditions()]
         narrowed = {name: options[name] for name in ("what", "since", "until", "limit")}
-        rows, complete = find(conditions, **narrowed)
+        rows, complete = find(selectors, **narrowed)
         held.must_be_known(selectors)
         if not complete and len(rows) < options["limit"]:
             self.stderr.write(f"Only the newest {SCANNED} rows were searched.")
@@ -306,15 +314,11 @@ class Command(BaseCommand):
 
     def metrics(self, options: dict[str, Any]) -> None:
         """Print how many locks are in each state, and how many starve, if the history says so."""
-        locks = held.list_held()
-        hungry = list[Starving]()
-        number = None
+        hungry = None
         with suppress(NoHistory):
             hungry = starving()
-            number = len(hungry)
-        counts = held.count_states(held.add_states(locks, hungry))
-        states = {state: counts[state] for state in words.STATES}
-        self.show({"states": states, "starving": number}, output.gauges(states, number))
+        states = held.count_states(held.add_states(held.list_held(), hungry))
+        self.show({"states": states, "starving": hungry}, output.gauges(states, hungry))
 
     def probe(self, options: dict[str, Any]) -> None:
         """Print whether the cache can hold locks; exit with 1 if it cannot."""
@@ -363,10 +367,10 @@ def wrong(text: str) -> CommandError:
 def check_words(action: str, names: Sequence[str]) -> None:
     """Refuse words that do not fit the action.
 
-    An empty word comes from an unset variable of the shell; another one can be broken Unicode.
+    An empty word comes from an unset variable of the shell; others are broken Unicode.
     """
     for name in names:
-        if not name or name != name.encode(errors="replace").decode():
+        if not name or "\0" in name or name != name.encode(errors="replace").decode():
             raise wrong(f"'{clean(name)}' is not a name.")
     if action in NAMELESS and names:
         raise wrong(f"{action!r} takes no name.")
