@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from copy import copy
 from datetime import datetime
 from functools import lru_cache, wraps
 from typing import Any
@@ -29,12 +30,14 @@ from django_singletask.history.queries import NoHistory, reading
 from django_singletask.holder import clean
 from django_singletask.models import COUNTED, OF_CALLS, RETAKEN, TROUBLE, TaskLockEvent
 from django_singletask.operators import held, words
-from django_singletask.operators.charts import draw, headline, per_task
 from django_singletask.operators.explain import facts, why
 from django_singletask.operators.held import HeldLock, cannot_ask
-from django_singletask.operators.names import NOT_RECORDED, recorded_tasks
-from django_singletask.operators.recorded import SCANNED, judge, of_what
-from django_singletask.operators.starving import starving
+from django_singletask.operators.names import NOT_RECORDED, recorded_tasks, select
+from django_singletask.operators.per_task import COLUMNS, per_task
+from django_singletask.operators.probe import at_stake
+from django_singletask.operators.recorded import LISTED, SCANNED, judge, of_what
+from django_singletask.operators.starving import Starving, starving
+from django_singletask.operators.timeline import draw
 from django_singletask.operators.windows import HOUR, SPANS, Window, window_of
 from django_singletask.task.base import import_tasks, singleton_tasks
 from django_singletask.templatetags.singletask import breakable, long_id, task_id
@@ -55,22 +58,8 @@ REFRESH = {"5", "10", "30", "60"}
 """Seconds after which the page can ask again."""
 PARAMETERS = {"q", "o", "p", "refresh"}
 """What the address of the page can say; another parameter is one of the list of events."""
-ORDERS = {"name": "name", "held": "held_for", "conflicts": "conflicts"}
+ORDERS = {"name": "name", "state": "", "held": "held_for", "conflicts": "conflicts"}
 """What the columns are sorted by."""
-RANGES = {span: SPANS[span] for span in ("24h", "7d")}
-"""The spans of the timeline that can be summed up for each task."""
-COLUMNS = {
-    "task": gettext_lazy("Task"),
-    "runs": gettext_lazy("Runs"),
-    "returned": gettext_lazy("Returned"),
-    "raised": gettext_lazy("Raised"),
-    "other": gettext_lazy("Other ends"),
-    "conflicts": gettext_lazy("Conflicts"),
-    "duplicates": gettext_lazy("Duplicates"),
-    "p50": gettext_lazy("p50"),
-    "p95": gettext_lazy("p95"),
-    "longest": gettext_lazy("Longest"),
-}
 NOTES = {
     "held": gettext_lazy(
         "This frees only the lock. The task keeps running, and a second copy can start at the same "
@@ -91,6 +80,9 @@ NOTES = {
     ),
 }
 """What it means to clear a lock in a state whose word does not say so."""
+EVENTS: Any = copy(TaskLockEvent._meta)
+"""The names of the rows of the history, wherever Django counts or deletes them."""
+EVENTS.verbose_name_plural = gettext_lazy("lock events")
 CALLS = [*COUNTED, *OF_CALLS]
 """What can become of calls, in the order in which it is offered."""
 TROUBLES = [words.ANY_TROUBLE, *TROUBLE, RETAKEN]
@@ -178,7 +170,7 @@ class WhatFilter(admin.SimpleListFilter):
 class UncountedPaginator(Paginator):  # type: ignore[type-arg]
     """Count the rows up to a limit only: to count millions of rows takes seconds."""
 
-    limit = 5000
+    limit = LISTED
 
     @cached_property
     def count(self) -> int:
@@ -226,6 +218,7 @@ class EventList(ChangeList):
 
     def get_results(self, request: HttpRequest) -> None:
         super().get_results(request)
+        self.opts = EVENTS
         # Only if these differ, Django says how many results there are, and offers to show all.
         self.full_result_count = self.result_count
         if self.query.strip() or self.get_filters_params() or self.form["window"]:
@@ -249,6 +242,7 @@ class TaskLockEventAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
     """
 
     change_list_template = "django_singletask/events.html"
+    delete_selected_confirmation_template = "django_singletask/delete.html"
     list_display = ("began", "ended", "lock", "what", "run")
     list_display_links = ("lock",)
     list_filter = (WhatFilter, TaskFilter)
@@ -265,6 +259,10 @@ class TaskLockEventAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
 
     class Media:
         css = {"all": ("django_singletask/admin.css",)}
+
+    def __init__(self, model: Any, admin_site: Any) -> None:
+        super().__init__(model, admin_site)
+        self.opts = EVENTS
 
     def get_urls(self) -> list[URLPattern]:
         """Put what is held now first; the history has a separate address."""
@@ -296,7 +294,7 @@ class TaskLockEventAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
             "title": tabs.get(request.path, ""),
             "tabs": [(url, label, url == request.path) for url, label in tabs.items()],
             "history_is_off": conf.history == "off",
-            "opts": self.opts,
+            "opts": self.model._meta,
             "sheets": ("admin/css/changelists.css", "django_singletask/admin.css"),
             "may_clear": self.has_clear_permission(request),
         }
@@ -327,31 +325,36 @@ class TaskLockEventAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
         if set(request.GET) - PARAMETERS:
             # A link that was made for the list of events, with a filter.
             return HttpResponseRedirect(f"{self.url('events')}?{request.GET.urlencode()}")
-        query = request.GET.get("q", "").strip()
-        order, column, headings = sorting(request.GET.get("o", ""), ORDERS, "-held")
-        locks, trouble = attempt((), search_locks, query, column, order != column)
+        searched = request.GET.get("q", "").strip()
+        order, column, headings = sorting(request.GET.get("o", ""), ORDERS, "-state")
         hungry, unknown = attempt((), starving)
+        locks, trouble = attempt([], list_locks, searched, hungry)
+        if order == "state":
+            locks.reverse()
+        elif column != "state":
+            sort_locks(locks, column, backwards=order != column)
         page = Paginator(locks, SHOWN).get_page(request.GET.get("p"))
         refresh = request.GET.get("refresh", "")
         if refresh not in REFRESH:
             refresh = ""
-        dead = 0
-        if not query:
-            dead = sum(lock.state == "dead" for lock in locks)
+        of_all = {}
+        if not searched:
+            of_all = {"dead": held.count_states(locks)["dead"], "at_stake": at_stake(locks)}
         response = self.render(
             request,
             "changelist",
             locks=held.add_conflicts([*page.object_list]),
-            dead=dead,
+            summary=held.summary(locks),
             page=page,
             query=request.GET,
-            searched=query,
+            searched=searched,
             orders=headings,
             refresh=refresh,
             trouble=trouble,
             starving=hungry,
             unknown=unknown,
             cache=conf.cache,
+            **of_all,
         )
         if refresh:
             response["Refresh"] = refresh
@@ -373,40 +376,41 @@ class TaskLockEventAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
         elif not asked:
             messages.warning(request, _("No lock was named: choose here which one to clear."))
             return HttpResponseRedirect(self.url("changelist"))
-        keys = [text.rpartition(" ")[0] for text in asked]
-        if asked:
-            found, trouble = attempt((), held.read, keys)
-            locks = [lock for lock in found if f"{lock.key} {lock.token}" in asked]
-        else:
-            found, trouble = attempt((), held.list_held)
-            locks = [lock for lock in found if lock.state == "dead"]
+        locks, trouble = attempt([], choose_locks, asked)
         if trouble:
             messages.error(request, trouble)
-            return HttpResponseRedirect(self.url("changelist"))
-        if locks and "reason" not in request.POST:
+        elif locks and "reason" not in request.POST:
             return self.ask_to_clear(request, locks, asked)
-        missing = {*keys} - {lock.key for lock in locks}
-        # A holder may have changed since this look: the store decides.
+        else:
+            self.clear_locks(request, locks, {key_of(text) for text in asked})
+        return HttpResponseRedirect(self.url("changelist"))
+
+    def clear_locks(self, request: HttpRequest, locks: list[HeldLock], missing: set[str]) -> None:
+        """Free locks, and tell the user; ``missing`` are the keys that are asked for."""
+        # A holder may have changed since the locks were read: the store decides.
         actor = request.user.get_username()
-        reason = query.get("reason", "").strip()
+        reason = clean(request.POST.get("reason", "").strip(), 255)
         freed, refused = held.clear_all(locks, actor=actor, reason=reason)
         self.report_cleared(request, freed, reason)
+        missing -= {lock.key for lock in locks}
         missing |= {lock.key for lock in refused.pop(held.GONE, ())}
         for why_not, kept in refused.items():
             names = words.few([lock.name for lock in kept])
             messages.error(request, f"{names}: {why_not}")
-        if missing or not locks:
+        if missing:
             text = _(
                 "Not freed: {}. The holder that was shown no longer has the lock: it was released "
                 "or cleared, or another run has taken it; a queued call has started."
             )
-            messages.warning(request, text.format(words.few(sorted(missing)) or "-"))
-        return HttpResponseRedirect(self.url("changelist"))
+            messages.warning(request, text.format(words.few(sorted(missing))))
+        elif not locks:
+            messages.warning(request, _("No process that holds a lock is dead."))
 
     def ask_to_clear(
         self, request: HttpRequest, locks: list[HeldLock], asked: list[str]
     ) -> HttpResponse:
         """Show who holds the locks, and a form that frees them."""
+        held.add_states(locks)
         states = {lock.state for lock in locks}
         if states & held.RUNNING:
             states.add("held")
@@ -433,21 +437,23 @@ class TaskLockEventAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
         """Tell the user and the admin's own log; the locks themselves tell the history."""
         read = reading(even_if_off=True)(TaskLockEvent.objects.runs)
         runs, _trouble = attempt((), read, [lock.token for lock in locks])
-        because = ""
-        if reason:
-            because = _(" Reason: {}").format(clean(reason, 255))
         pks = {run.token: run.pk for run in runs}
         for lock in locks:
             event = TaskLockEvent(name=lock.name, outcome="cleared", pk=pks.get(lock.token))
-            text = _("Cleared the lock {}, held by {}, token {}.")
-            self.log_change(request, event, text.format(lock.name, lock, lock.token) + because)
-        for queued, text in (
-            (False, _("Freed: {}. A task that still runs keeps running.")),
-            (True, _("Forgotten: {}. Identical calls can be sent again.")),
-        ):
-            names = [lock.name for lock in locks if lock.queued is queued]
-            if names:
-                messages.success(request, text.format(words.few(names)))
+            text = _("Cleared the lock {}, held by {}, token {}.").format(
+                lock.name, lock, lock.token
+            )
+            if reason:
+                text += _(" Reason: {}").format(reason)
+            self.log_change(request, event, text)
+        names = [lock.name for lock in locks if not lock.queued]
+        if names:
+            text = _("Freed: {}. A task that still runs keeps running.")
+            messages.success(request, text.format(words.few(names)))
+        names = [lock.name for lock in locks if lock.queued]
+        if names:
+            text = _("Forgotten: {}. Identical calls can be sent again.")
+            messages.success(request, text.format(words.few(names)))
 
     # The timeline, and the tasks
 
@@ -485,20 +491,24 @@ class TaskLockEventAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
 
     @for_viewers
     def per_task_view(self, request: HttpRequest) -> HttpResponse:
-        """Sum up each task; the address says of which time span, and in which order."""
-        span = request.GET.get("range", "")
-        if span not in RANGES:
-            span = "24h"
-        sort, column, headings = sorting(request.GET.get("sort", ""), COLUMNS, "-runs")
+        """Sum up each task; the address says of which window, and in which order."""
+        now = timezone.now()
+        form = window_form(request, now)
+        window = form.pop("window") or Window.past("24h", now)
+        sort, column, headings = sorting(request.GET.get("sort", ""), COLUMNS, "-trouble")
         rows: Any = self.get_queryset(request)
-        facts = per_task(rows, Window.past(span, timezone.now()))
-        facts["rows"].sort(
-            key=lambda row: (row[column] is not None, row[column], row["task"]),
-            reverse=sort != column,
-        )
-        columns = [(label, *headings[name]) for name, label in COLUMNS.items()]
+        tasks = per_task(rows, window, now)
+        tasks.sort(key=lambda each: each.task)
+        tasks.sort(key=lambda each: each.rank(column), reverse=sort != column)
         return self.render(
-            request, "per_task", spans=RANGES, range=span, sort=sort, columns=columns, **facts
+            request,
+            "per_task",
+            window=window,
+            before=window.before(),
+            spans=SPANS,
+            tasks=tasks,
+            columns=[(label, *headings[name]) for name, label in COLUMNS.items()],
+            **form | {"only": f"&sort={sort}"},
         )
 
     # The history
@@ -519,6 +529,10 @@ class TaskLockEventAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
 
     delete_view = for_viewers(admin.ModelAdmin.delete_view)
     history_view = for_viewers(admin.ModelAdmin.history_view)
+
+    def get_deleted_objects(self, objs: Any, request: HttpRequest) -> Any:
+        texts, counts, *refusals = super().get_deleted_objects(objs, request)
+        return texts, {EVENTS.verbose_name_plural: sum(counts.values())}, *refusals
 
     def response_delete(self, request: HttpRequest, obj_display: str, obj_id: int) -> HttpResponse:
         """Go back to the history; Django goes to the index if the user may not change events."""
@@ -573,7 +587,7 @@ class TaskLockEventAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
         return format_html(
             '<span class="singletask-state singletask-{}">{}</span>{}',
             words.status(event),
-            headline(event),
+            words.headline(event),
             lines(words.reason(event), blocker, words.witness(event), retaken),
         )
 
@@ -621,12 +635,31 @@ def window_form(request: HttpRequest, now: datetime) -> dict[str, Any]:
     return {"window": window, "others": others, "only": only}
 
 
-def search_locks(text: str, column: str, backwards: bool) -> list[HeldLock]:
-    """Return the locks that mention a text, sorted by a column."""
-    locks = held.add_states([lock for lock in held.list_held() if lock.mentions(text)])
+def list_locks(text: str, hungry: Sequence[Starving]) -> list[HeldLock]:
+    """List the locks that a text selects, or all of them, the worst first."""
+    selectors = []
+    if text:
+        selectors = [select(text)]
+    return held.add_states(held.list_held(selectors), hungry)
+
+
+def key_of(asked: str) -> str:
+    """Return the key of a lock that an address or a form names together with its token."""
+    return asked.rpartition(" ")[0]
+
+
+def choose_locks(asked: list[str]) -> list[HeldLock]:
+    """Read the locks that are asked for; without any, find those of dead processes."""
+    if not asked:
+        return [lock for lock in held.list_held() if lock.state == "dead"]
+    locks = held.read(map(key_of, asked))
+    return [lock for lock in locks if f"{lock.key} {lock.token}" in asked]
+
+
+def sort_locks(locks: list[HeldLock], column: str, *, backwards: bool) -> None:
     if column == "conflicts":
         held.add_conflicts(locks)
-    return sorted(locks, key=lambda lock: getattr(lock, ORDERS[column]) or 0, reverse=backwards)
+    locks.sort(key=lambda lock: getattr(lock, ORDERS[column]) or 0, reverse=backwards)
 
 
 def lines(*texts: str) -> SafeString:

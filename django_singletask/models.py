@@ -122,7 +122,8 @@ class TaskLockEvent(models.Model):
 
     class Meta:
         verbose_name = _("lock event")
-        verbose_name_plural = _("lock events")
+        # The menu of the admin shows it: the page of what is held is the first one there.
+        verbose_name_plural = _("locks")
         ordering = ("-happened_at",)
         default_permissions = ("view", "delete")
         permissions = (("clear_lock", _("Can clear a lock")),)
@@ -193,7 +194,10 @@ class TaskLockEvent(models.Model):
         if not self.is_hold:
             return None
         if self.outlived_fixed_lease:
-            return self.at + timedelta(seconds=self.timeout)
+            lease_end = self.at + timedelta(seconds=self.timeout)
+            if self.noticed_at and self.noticed_at < lease_end:
+                return self.noticed_at  # the cache forgot the lock
+            return lease_end
         if not self.outcome:
             return None
         return hold_end(self.outcome, self.ended_at, self.noticed_at)

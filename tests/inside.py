@@ -38,7 +38,7 @@ from django_singletask.history import queries, recorder, sweep, writing
 from django_singletask.locks import keys, lease, liveness, parameters, ref, renewal
 from django_singletask.locks import lock as locking
 from django_singletask.management.commands import locks
-from django_singletask.operators import charts, explain, held, names, recorded, words
+from django_singletask.operators import explain, held, names, recorded, timeline, words
 from django_singletask.operators import starving as starvation
 from django_singletask.signals import LockEvent
 from django_singletask.stores import base, epoch
@@ -770,17 +770,13 @@ def forget_tasks_of_the_history() -> None:
 
 BOUNDS = {
     "locks on a page": (admin, "SHOWN"),
-    "lanes of the timeline": (charts, "LANES"),
-    "marks of the timeline": (charts, "ROWS"),
-    "troubles of the timeline": (charts, "TROUBLES"),
-    "runs of a percentile": (charts, "NEWEST"),
-    "rows of a sum": (queries, "MOST"),
-    "rows of a window": (queries, "AT_EDGE"),
+    "lanes of the timeline": (timeline, "LANES"),
+    "marks of the timeline": (timeline, "ROWS"),
     "names that a search begins": (queries, "FREQUENT"),
     "tokens of a question": (queries, "BATCH"),
     "rows of a search": (recorded, "SCANNED"),
     "open rows": (recorded, "OPEN"),
-    "runs with an end": (recorded, "FREQUENT"),
+    "rows of a list": (recorded, "LISTED"),
     "recorded tasks": (names, "RECORDED"),
     "rows of a task": (explain, "NEWEST"),
     "conflicts of what starves": (starvation, "NEWEST"),

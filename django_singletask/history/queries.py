@@ -17,8 +17,7 @@ from typing import Any
 
 from django.apps import apps
 from django.db import Error, connections, models, router, transaction
-from django.db.models import F, Q
-from django.db.models.functions import Floor
+from django.db.models import Count, F, Max, Q, Sum
 from django.utils.timezone import get_default_timezone, is_naive, make_aware
 from django.utils.timezone import now as django_now
 
@@ -30,8 +29,6 @@ from django_singletask.stores.keys import PREFIX
 
 NEWEST = 1000
 """The maximum number of rows that are read of a task, or of a name."""
-AT_EDGE = 1000
-"""The maximum number of rows whose ids are read at the beginning, and at the end, of a window."""
 OPEN = 5000
 """The maximum number of open rows that are read; a hold is open until its end is reported."""
 RUNS = 100
@@ -39,20 +36,18 @@ RUNS = 100
 FREQUENT = 5000
 """The maximum number of rows that a search or a window sorts: of more rows, the newest."""
 DAY = timedelta(days=1)
-LATE = timedelta(hours=1)
-"""How late a row may be written, because a process keeps its events while the database is down."""
 # Conditions of indexes, which SQLite must find in a statement without parameters.
 STATE = "NOT (outcome = 'released')"
 BLOCKED = "NOT (kind = 'run')"
 BATCH = 500
 """The maximum number of values in one condition; older versions of SQLite allow 999."""
-MOST = 200_000
-"""The maximum number of rows in a sum: the newest, by their ids."""
-SECONDS = {
-    "postgresql": "EXTRACT(EPOCH FROM %(expressions)s)::float8",
-    "mysql": "TIMESTAMPDIFF(MICROSECOND, '1970-01-01', %(expressions)s) / 1e6",
-    "sqlite": "86400 * julianday(%(expressions)s)",
-}
+
+
+class Microseconds(models.Func):
+    """A time of SQLite as a number; only the difference of two such numbers is of use."""
+
+    template = "86400e6 * julianday(%(expressions)s)"
+    output_field = models.FloatField()
 
 
 class NoHistory(Exception):
@@ -177,11 +172,19 @@ class TaskLockEventQuerySet(models.QuerySet[Any]):
     def within(
         self, start: datetime, end: datetime | None = None, limit: int = FREQUENT
     ) -> TaskLockEventQuerySet:
-        """Keep the ``limit`` newest of the rows that have to do with a window of time.
+        """Keep the ``limit`` newest of the rows whose time meets a window.
 
-        Their time, from their begin to the last thing that happened, meets the window; an open hold
-        lasts until now. Without an ``end`` so does the window. The parts are read at once, one by
-        one: for all of them together, a database would read all rows since ``start``.
+        The time of a row is from its begin to the last thing that happened, and that of an open
+        hold goes on. Without an ``end`` so does the window.
+        """
+        return self.newest_of(self.parts_within(start, end), limit)
+
+    def parts_within(
+        self, start: datetime, end: datetime | None = None
+    ) -> list[TaskLockEventQuerySet]:
+        """Return the parts of a window; they are asked one by one, each by an index.
+
+        For all of them together, a database would read all rows since ``start``.
 
             a row:  begins ................ the last thing happens, or nothing yet
             window:             |       |
@@ -193,16 +196,21 @@ class TaskLockEventQuerySet(models.QuerySet[Any]):
         """
         happened = self.filter(happened_at__gte=start).newest()
         open_rows = self.open()
-        parts = [happened, open_rows]
-        if end is not None:
-            went_on = self.filter(at__gte=start - DAY, at__lt=end, happened_at__gte=end)
-            # In this order PostgreSQL uses the index of both times. Otherwise it may read the whole
-            # table: since it treats the times as independent, it expects many such rows.
-            parts = [
-                happened.filter(happened_at__lt=end),
-                went_on.order_by("-at"),
-                open_rows.filter(at__lt=end),
-            ]
+        if end is None:
+            return [happened, open_rows]
+        went_on = self.filter(at__gte=start - DAY, at__lt=end, happened_at__gte=end)
+        # In the order of ``at`` PostgreSQL uses the index of both times. Otherwise it may read the
+        # whole table: it treats the times as independent, so it expects many such rows.
+        return [
+            happened.filter(happened_at__lt=end),
+            went_on.order_by("-at"),
+            open_rows.filter(at__lt=end),
+        ]
+
+    def newest_of(
+        self, parts: Iterable[TaskLockEventQuerySet], limit: int
+    ) -> TaskLockEventQuerySet:
+        """Return the ``limit`` newest rows of these parts, of which at most so many are read."""
         times: dict[int, datetime] = {}
         for part in parts:
             times.update(part.values_list("pk", "happened_at")[:limit])
@@ -210,24 +218,6 @@ class TaskLockEventQuerySet(models.QuerySet[Any]):
         # The filter is a list of ids: with the other conditions PostgreSQL would plan it anew.
         found: TaskLockEventQuerySet = self.model.objects.using(self.db).filter(pk__in=newest)
         return found.newest()
-
-    def since(self, start: datetime, end: datetime | None = None) -> TaskLockEventQuerySet:
-        """Keep what began at ``start`` or later, and before ``end``.
-
-        A database finds such rows fast only between two ids, which this method reads at once. The
-        ids are nearly in the order of the times, but a row may be written up to ``LATE`` after its
-        time. So the first id is the lowest id of the first rows from ``LATE`` before ``start`` on.
-        The last id is the highest id of the last rows that are older than ``LATE`` after ``end``.
-        """
-        ids = self.model.objects.using(self.db).values_list("pk", flat=True)
-        first_rows = ids.filter(at__gte=start - LATE).order_by("at")
-        first_id = min(first_rows[:AT_EDGE], default=0)
-        found = self.filter(at__gte=start, pk__gte=first_id)
-        if end is None:
-            return found
-        last_rows = ids.filter(at__lt=end + LATE).order_by("-at")
-        last_id = max(last_rows[:AT_EDGE], default=0)
-        return found.filter(at__lt=end, pk__lte=last_id)
 
     def older_than(self, seconds: float | None = None) -> TaskLockEventQuerySet:
         """Keep the rows in which nothing happened for so many seconds; an open row has not ended.
@@ -256,6 +246,38 @@ class TaskLockEventQuerySet(models.QuerySet[Any]):
         # The filter is a list of ids: with the conditions PostgreSQL would search all rows for rare
         # names.
         return self.filter(pk__in=[*ids, *of_call])
+
+    def totals_by_task(
+        self, start: datetime, middle: datetime, end: datetime | None
+    ) -> Iterable[dict[str, Any]]:
+        """Sum up the rows of which the last thing happened at ``start`` or later, before ``end``.
+
+        Each total is of the rows that agree in task, kind, outcome and result, and in whether they
+        happened before ``middle``. ``lasted`` is a sum of the runs that reported their end. A
+        queued call that was cleared is no run, and is left out.
+        """
+        rows = self.filter(happened_at__gte=start)
+        if end is not None:
+            rows = rows.filter(happened_at__lt=end)
+        # In this order, since to compare the key of each row takes a tenth of the whole time.
+        rows = rows.exclude(Q(outcome="cleared") & Q(key__startswith=QUEUED)).order_by()
+        length: Any = F("ended_at") - F("at")
+        if connections[self.db].vendor == "sqlite":
+            # For each row, Django's subtraction would call a function in Python.
+            between = Microseconds("ended_at") - Microseconds("at")
+            length = models.ExpressionWrapper(between, models.DurationField())
+        is_before = Q(happened_at__lt=middle)
+        groups = rows.values("task", "kind", "outcome", "result", is_before=is_before)
+        totals: Iterable[dict[str, Any]] = groups.annotate(
+            calls=Sum("count"),
+            retaking_runs=Count("retaken_at"),
+            seconds_waited=Sum("waited"),
+            ends=Count("ended_at"),
+            lasted=Sum(length),
+            longest=Max(length),
+            last_end=Max("ended_at"),
+        )
+        return totals
 
     def runs(self, tokens: Iterable[str]) -> list[Any]:
         """Return the rows of the runs with these tokens."""
@@ -328,36 +350,3 @@ def timestamp(at: datetime) -> float:
     if is_naive(at):
         at = make_aware(at, get_default_timezone())
     return at.timestamp()
-
-
-class Seconds(models.Func):
-    """A time in seconds; only the difference of two such times is of use."""
-
-    output_field = models.FloatField()
-
-    def as_sql(self, compiler: Any, connection: Any, *args: Any, **context: Any) -> Any:
-        return super().as_sql(compiler, connection, template=SECONDS[connection.vendor])
-
-
-def sums(
-    rows: TaskLockEventQuerySet, start: datetime, step: timedelta, field: str
-) -> tuple[Iterable[dict[str, Any]], datetime | None]:
-    """Return the sums of these rows, and the time of the oldest row if older ones are left out.
-
-    Of more than ``MOST`` rows only the newest are summed; the time is None if all rows are. Each
-    sum has the ``number`` of the calls that agree in kind, outcome, result, ``lane`` and ``slot``.
-    The lane of a call is its ``field`` (``"task"`` or ``"name"``). The slot is the number of whole
-    steps between ``start`` and the begin of the call. A queued call that was cleared is no run, and
-    is not counted.
-    """
-    rows, is_whole = rows.newest_of_them(MOST)
-    rows = rows.exclude(kind="run", key__startswith=QUEUED)
-    cut = None
-    if not is_whole:
-        cut = rows.order_by("pk").values_list("at", flat=True).first()
-    # SQLite's times are not exact. Without the addition, a call that began at the very beginning of
-    # a step could be counted in the step before.
-    seconds = Seconds("at") - Seconds(models.Value(start)) + 0.001
-    slot = Floor(seconds / step.total_seconds())
-    totals = rows.order_by().values("kind", "outcome", "result", lane=F(field))
-    return totals.annotate(slot=slot, number=models.Sum("count")), cut

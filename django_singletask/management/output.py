@@ -194,9 +194,6 @@ def _row_cells(row: TaskLockEvent) -> tuple[str, ...]:
     held = "-"
     if row.hold_ended_at is not None:
         held = words.lasted(row)
-        # If a renewed lease expired, only the time at which a sweep noticed it is known.
-        if row.outcome == "expired" and not row.fixed:
-            held = f"≤{held}"
     by = words.place(row, "unknown")
     if row.outcome == "cleared":
         # There is no room for the host of somebody who used the command.

@@ -120,7 +120,7 @@ class Migration(migrations.Migration):
             ],
             options={
                 "verbose_name": "lock event",
-                "verbose_name_plural": "lock events",
+                "verbose_name_plural": "locks",
                 "ordering": ("-happened_at",),
                 "permissions": (("clear_lock", "Can clear a lock"),),
                 "default_permissions": ("view", "delete"),

@@ -34,9 +34,14 @@ class UnknownName(Exception):
     """Nothing is known by the name that was typed."""
 
     def __init__(self, name: str) -> None:
+        shown = clean(name, 255)
+        task, parenthesis, _arguments = shown.partition("(")
+        hint = str(NOT_RECORDED)
+        if parenthesis and Selector(task).tasks:
+            hint = f"'manage.py locks why {task}' tells what is known of that task."
         super().__init__(
-            f"No lock or task is known as '{clean(name, 255)}'. 'manage.py locks' lists what is "
-            f"held, and 'manage.py locks history' what was. {NOT_RECORDED}"
+            f"No lock or task is known as '{shown}'. 'manage.py locks' lists what is held, and "
+            f"'manage.py locks history' what was. {hint}"
         )
 
 

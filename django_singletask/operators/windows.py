@@ -14,6 +14,8 @@ from django.utils.translation import gettext_lazy
 
 from django_singletask.operators import words
 
+SECOND = timedelta(seconds=1)
+MINUTE = timedelta(minutes=1)
 HOUR = timedelta(hours=1)
 DAY = timedelta(days=1)
 SPANS = {
@@ -24,7 +26,7 @@ SPANS = {
 }
 """The time spans up to now that the pages offer."""
 LABELS = 7
-STEPS = [HOUR / parts for parts in (3600, 360, 120, 60, 20, 6, 2)]
+STEPS = [SECOND * seconds for seconds in (1, 10, 30, 60, 180, 600, 1800)]
 STEPS += [HOUR * hours for hours in (1, 4, 24, 168, 720, 8760, 240_000)]
 
 
@@ -53,33 +55,39 @@ class Window:
             return None
         return self.end
 
+    @property
+    def length(self) -> timedelta:
+        return self.end - self.start
+
+    def before(self) -> Window:
+        """Return the window of the same length that ends where this one starts."""
+        return Window(self.start - self.length, self.start)
+
+    def meets(self, begin: datetime, end: datetime) -> bool:
+        """Say whether a part of the time from ``begin`` to ``end`` lies in the window."""
+        if end < self.start:
+            return False
+        return self.until is None or begin <= self.until
+
     def clock_time(self, at: datetime) -> str:
         """Write a time within it, with the date where that is needed."""
-        return words.clock_time(at, dated=self.end - self.start >= DAY or not self.span)
+        is_short = self.length < DAY
+        return words.clock_time(at, dated=not (self.span and is_short))
 
     def percent(self, at: datetime) -> float:
-        return min(100.0, max(0.0, 100 * ((at - self.start) / (self.end - self.start))))
-
-    def rounded(self, parts: int) -> tuple[datetime, timedelta]:
-        """Divide it into so many parts at most, between times that are round in its time zone.
-
-        Return the last such time that is not after the start, and the length of a part.
-        """
-        step = next(step for step in STEPS if (self.end - self.start) / step <= parts)
-        local = words.to_local(self.start)
-        midnight = local.replace(hour=0, minute=0, second=0, microsecond=0)
-        return words.to_utc(midnight + step * ((local - midnight) // step)), step
+        return min(100.0, max(0.0, 100 * ((at - self.start) / self.length)))
 
     def labels(self) -> Iterator[tuple[str, str]]:
-        """Return the places and the texts of the round times."""
-        start, step = self.rounded(LABELS)
-        at = words.to_local(start)
+        """Return the places and the texts of the round times, which are round in its time zone."""
+        step = next(step for step in STEPS if self.length / step <= LABELS)
         form = "H:i"
         if step >= DAY:
             form = "D j"
-        elif step < STEPS[3]:
+        elif step < MINUTE:
             form = "H:i:s"
-        at += step
+        start = words.to_local(self.start)
+        midnight = start.replace(hour=0, minute=0, second=0, microsecond=0)
+        at = midnight + step * ((start - midnight) // step + 1)
         while at <= self.end:
             # Converted, since the clock change may leave the hour out.
             text = date_format(words.to_local(words.to_utc(at)), form)
@@ -103,7 +111,9 @@ def window_of(query: Mapping[str, str], now: datetime) -> tuple[Window | None, s
         end = now
         if last:
             end = min(words.to_moment(last), now)
-        start = words.to_moment(first) if first else end - HOUR
+        start = end - HOUR
+        if first:
+            start = words.to_moment(first)
         start = max(start, now - STEPS[-1])
     except (ValueError, OverflowError):
         text = _("{} is not a time: write it as {}.")

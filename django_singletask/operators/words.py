@@ -7,6 +7,7 @@ import re
 import shlex
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from itertools import pairwise
 from typing import Any
@@ -99,10 +100,18 @@ def hold_time(seconds: float | None) -> str:
 def lasted(row: TaskLockEvent, now: datetime | None = None) -> str:
     """Write how long a hold lasted, or until ``now`` if it still lasts; never less than 0.
 
-    The clocks of two hosts differ: the end that one of them wrote can lie before the beginning.
+    If a renewed lease expired, only the time at which a sweep noticed it is known: ``≤2m``. The
+    clocks of two hosts differ: the end that one of them wrote can lie before the beginning.
     """
-    end = row.hold_ended_at or now or row.at
-    return hold_time(max(0.0, (end - row.at).total_seconds()))
+    end = row.hold_ended_at
+    if end is None:
+        end = now
+    if end is None:
+        return "-"
+    text = hold_time(max(0.0, (end - row.at).total_seconds()))
+    if row.outcome == "expired" and not row.fixed:
+        return f"≤{text}"
+    return text
 
 
 def clock_time(at: datetime | float, *, dated: bool = False, zone: bool = False) -> str:
@@ -164,12 +173,16 @@ def process(host: str, pid: int) -> str:
 
 def place(run: Holder | TaskLockEvent, unknown: str = "-") -> str:
     """Name the process of a run, or else its host."""
-    return process(run.host, run.pid) or run.host or unknown
+    if run.host and run.pid:
+        return process(run.host, run.pid)
+    if run.host:
+        return run.host
+    return unknown
 
 
 def task_page(task_id: str | None) -> str:
     """Return the address of a task's page, as ``SINGLETASK_TASK_URL`` says; empty without one."""
-    address = str(conf.task_url or "")
+    address = str(conf.task_url)
     if not task_id or not TASK_URL.fullmatch(address):
         return ""
     return address.replace("{task_id}", quote(task_id, safe=""))
@@ -177,18 +190,23 @@ def task_page(task_id: str | None) -> str:
 
 def stop_command(task_id: str, *, queued: bool = False) -> str:
     """Return the shell command that stops a running task, or discards a queued call."""
-    app = app_or_default()
-    # Any module of the application will do; the shortest name is that of the package.
-    modules = []
-    for name, module in sys.modules.copy().items():
-        names = getattr(module, "__dict__", {})
-        if name != "__main__" and any(names.get(each) is app for each in CELERY_APPS):
-            modules.append(name)
-    package = min(modules, key=len, default="<app>")
     stop = "terminate SIGTERM"
     if queued:
         stop = "revoke"
-    return f"celery -A {package} control {stop} {shlex.quote(task_id)}"
+    return f"celery -A {app_module()} control {stop} {shlex.quote(task_id)}"
+
+
+def app_module() -> str:
+    """Return the module that has the Celery application: its package, if that has it, too."""
+    app = app_or_default()
+    modules = []
+    for name, module in sys.modules.copy().items():
+        names = getattr(module, "__dict__", {})
+        if any(names.get(each) is app for each in CELERY_APPS):
+            modules.append(name)
+    with suppress(ValueError):
+        modules.remove("__main__")  # no other process can import it
+    return min(modules, key=len, default="<app>")
 
 
 def status(event: TaskLockEvent) -> str:
@@ -197,13 +215,30 @@ def status(event: TaskLockEvent) -> str:
         return event.kind
     if event.outcome == "released" and event.result:
         return event.result
-    return event.outcome or event.state
+    if event.outcome:
+        return event.outcome
+    return event.state
 
 
 def word(event: TaskLockEvent) -> str:
     """Return the status in the language of the user; as it is, if a later version wrote it."""
     code = status(event)
     return str(WORDS.get(code, code))
+
+
+def headline(event: TaskLockEvent, until: datetime | None = None) -> str:
+    """Say what happened and how often, or how a hold ended and after which time.
+
+    Of a hold that goes on, ``until`` is now.
+    """
+    text = word(event)
+    if event.count > 1:
+        text = f"{text} × {event.count}"
+    if event.hold_ended_at is not None:
+        return _("{} after {}").format(text, lasted(event))
+    if event.is_hold and until is not None:
+        return _("{} for {}").format(text, lasted(event, until))
+    return text
 
 
 def reason(event: TaskLockEvent) -> str:

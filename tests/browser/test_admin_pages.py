@@ -126,8 +126,6 @@ def test_timeline_in_light_dark_and_narrow(browser, operator, locks):
     browser.open("timeline/")
     assert len(browser.all(".singletask-lane")) == 5
     browser.size(1200, 640)
-    dead = ".singletask-dead.singletask-mark rect"  # unlike an expired one, its bar is hollow
-    assert browser.colour(dead, "fill") != browser.colour(dead, "stroke")
     light = browser.colour(".singletask-held rect", "fill")
     browser.picture("timeline")
     browser.prefer("dark")
@@ -150,15 +148,15 @@ def test_per_task_in_light_dark_and_narrow(browser, operator, locks):
     browser.open()
     browser.click("Per task")
     assert browser.texts(".singletask-tabs [aria-current]") == ["Per task"]
-    browser.click("Longest")
+    browser.click("Longest run")
     assert browser.texts(".singletask-numbers .singletask-lock")[0] == "reports.tasks.monthly"
     assert browser.one(".singletask-numbers [aria-sort]").get_attribute("aria-sort") == "descending"
-    chart = ".singletask-chart .singletask-returned"
-    light = browser.colour(chart, "fill")
+    trouble = ".singletask-numbers .singletask-warning"
+    light = browser.colour(trouble, "color")
     browser.size(1200, 640)
     browser.picture("per-task")
     browser.prefer("dark")
-    assert browser.colour(chart, "fill") != light
+    assert browser.colour(trouble, "color") != light
     browser.prefer("light")
     browser.size(375, 800)
     assert browser.cut() == []

@@ -73,8 +73,14 @@ def test_deleting_in_a_popup_closes_the_popup():
 
 def test_deleter_deletes_the_selected_events():
     first, second = event(), event()
-    data = {"action": "delete_selected", "_selected_action": [first.pk], "post": "yes"}
-    log_in(VIEW, DELETE).post(LIST, data)
+    data = {"action": "delete_selected", "_selected_action": [first.pk]}
+    client = log_in(VIEW, DELETE)
+    asked = client.post(LIST, data).content.decode()
+    assert "delete the selected lock events?" in asked
+    assert "Lock events: 1" in asked
+    done = client.post(LIST, {**data, "post": "yes"}, follow=True).content.decode()
+    assert "Successfully deleted 1 lock event." in done
+    assert "Delete selected lock events" in done
     assert TaskLockEvent.objects.get() == second
 
 

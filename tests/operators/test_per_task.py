@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import re
 import time
-from datetime import UTC, datetime
-from types import SimpleNamespace
+from datetime import UTC, datetime, timedelta
 
 import pytest
-from django.utils.timezone import override
+from django.db import connections
 
 from django_singletask.models import TaskLockEvent
-from django_singletask.operators import charts, windows
-from tests import inside
+from django_singletask.operators import per_task, windows
 from tests.admin_pages import BASE, log_in, rows_of
-from tests.history.test_queries import fill
-from tests.past_rows import keep_history_in, ran, row, save, skipped
-from tests.plans import plans
+from tests.past_rows import before_now, keep_history_in, ran, row, skipped
 
 pytestmark = [
     pytest.mark.django_db(databases="__all__"),
@@ -27,11 +22,13 @@ PAGE = f"{BASE}per-task/"
 HOUR = 3600
 
 
-def facts(span="24h"):
-    """Return the facts of each task by its name."""
-    window = windows.Window.past(span, datetime.fromtimestamp(time.time(), UTC))
-    tasks = charts.per_task(TaskLockEvent.objects.all(), window)["rows"]
-    return {each["task"]: SimpleNamespace(**each, charted=[*each["bars"]]) for each in tasks}
+def figures(since=24 * HOUR, until=None):
+    """Return the figures of each task in a window, from and to so many seconds before now."""
+    now = datetime.fromtimestamp(time.time(), UTC)
+    end = now - timedelta(seconds=until or 0)
+    window = windows.Window(now - timedelta(seconds=since), end)
+    tasks = per_task.per_task(TaskLockEvent.objects.all(), window, now)
+    return {each.task: each for each in tasks}
 
 
 @pytest.fixture
@@ -47,95 +44,115 @@ def shown(client, **query):
 
 
 @pytest.mark.parametrize("alias", ["default", "mariadb", "sqlite"])
-def test_every_database_gives_the_same_sums(settings, monkeypatch, alias):
-    # Each bar is an hour of the clock: what began within the last ten minutes must be in the last.
-    half_past = time.time() // HOUR * HOUR - HOUR / 2
-    monkeypatch.setattr("time.time", lambda: half_past)
+def test_every_database_gives_the_same_sums(settings, alias):
     keep_history_in(settings, alias)
-    for number in range(1, 41):
-        ran(HOUR + number, lasted=number / 4, task="a", timeout=5)
-    ran(10, lasted=0, task="a", result="raised", timeout=5)
-    ran(10, task="a", outcome="dead", result="", timeout=5)
-    ran(10, lasted=500, task="a", outcome="expired", result="", timeout=5)
-    row("run", 5, task="a", timeout=9)
-    skipped(60, count=7, task="a")
-    skipped(60, kind="duplicate", count=2, task="a")
-    skipped(60, reason="requeue", task="a")
-    ran(30 * HOUR, task="old")
+    for lasted in (1, 2, 6):
+        ran(HOUR, lasted, task="a", waited=0.5)
+    ran(HOUR, 1, task="a", result="raised")
+    ran(HOUR, 1, task="a", retaken=1)
+    ran(HOUR, 500, task="a", outcome="expired", result="")
+    for outcome in ("dead", "lost", "cleared", "unguarded"):
+        ran(HOUR, 500, task="a", outcome=outcome, result="")
+    skipped(HOUR, count=7, task="a")
+    skipped(HOUR, reason="wait", task="a", waited=3)
+    skipped(HOUR, kind="duplicate", count=2, task="a")
+    ran(30 * HOUR, 8, task="a")
+    ran(30 * HOUR, 8, task="old")
     ran(60, name="nightly")
-    found = facts()
+    found = figures()
     TaskLockEvent.objects.all().delete()
-    assert set(found) == {"a", ""}
-    a = found["a"]
-    assert (a.runs, a.returned, a.raised, a.other) == (44, 40, 1, 2)
-    assert a.others == [("dead", 1), ("expired", 1)]
-    assert (a.conflicts, a.duplicates) == (8, 2)
-    assert (a.p50, a.p95, a.longest) == pytest.approx((4.75, 9.5, 10), abs=0.001)
-    assert sum(int(re.match(r"runs: (\d+)", bar["text"])[1]) for bar in a.charted) == 44
-    assert a.held == 1
-    assert a.charted[-1]["text"] == "runs: 4, raised: 1, trouble: 2, conflicts: 8"
-    assert min(bar["x"] for bar in a.charted) >= 100 * 21 / 24
-    assert max(part[2] for bar in a.charted for part in bar["parts"]) <= 100
-    assert found[""].runs == 1
+    now = found["a"].now
+    assert (now.runs, now.failed, now.trouble) == (10, 1, 6)
+    assert (now.conflicts, now.duplicates, now.waited) == (8, 2, 4.5)
+    assert (now.mean, now.longest) == (
+        pytest.approx(11 / 5, abs=0.001),
+        pytest.approx(6, abs=0.001),
+    )
+    assert found["a"].before.runs == found["old"].before.runs == 1
+    assert found["a"].before.longest == pytest.approx(8, abs=0.001)
+    assert (found["old"].now.runs, found[""].now.runs) == (0, 1)
 
 
-def test_percentiles_are_those_of_the_newest_runs(monkeypatch):
-    inside.bound(monkeypatch, "runs of a percentile", 3)
-    for lasted in (90, 1, 2, 3):
-        ran(60, lasted, task="a")
-    a = facts()["a"]
-    assert (a.p50, a.p95, a.longest) == (2, 3, 3)
-
-
-def test_week_has_bars_of_four_hours():
-    ran(6 * 24 * HOUR, task="a")
-    ran(60, task="a")
-    assert facts()["a"].runs == 1
-    first, last = facts("7d")["a"].charted
-    assert first["x"] < 15 < 95 < last["x"]
-    assert first["when"][14:] == "00:00"
-
-
-def test_bars_of_the_day_on_which_the_clock_is_set_back_are_at_their_times():
-    now = datetime(2025, 10, 26, 11, 30, tzinfo=UTC)
-    facts = {"name": "a()", "key": "k", "task": "a", "outcome": "released", "ended_at": now}
-    save(kind="run", ref="t", timeout=60, at=now, **facts)
-    with override("Europe/Berlin"):
-        [a] = charts.per_task(TaskLockEvent.objects.all(), windows.Window.past("24h", now))["rows"]
-        [bar] = a["bars"]
-    assert (bar["when"], bar["x"]) == ("2025-10-26 12:00:00", pytest.approx(100 * 23.5 / 24))
-
-
-@pytest.mark.only_all("it writes many rows")
 @pytest.mark.parametrize("alias", ["default", "mariadb", "sqlite"])
-def test_no_more_rows_are_read_than_can_be_summed_up(settings, monkeypatch, alias):
+def test_all_tasks_are_summed_up_by_one_query(settings, alias, django_assert_max_num_queries):
     keep_history_in(settings, alias)
-    fill(alias)
-    inside.bound(monkeypatch, "rows of a sum", 100)
-    asked = plans(alias, facts)
-    number = sum(each.runs + each.conflicts for each in facts().values())
+    for number in range(5):
+        ran(60, task=f"t{number}")
+    row("run", 60, task="t5")
+    with django_assert_max_num_queries(2, connection=connections[alias]):
+        assert len(figures()) == 6
     TaskLockEvent.objects.all().delete()
-    assert number == 100
-    several = [plan for plan in asked if "LIMIT 1" not in plan.sql]
-    assert [plan for plan in several if plan.reads_the_table()] == []
+
+
+def test_run_counts_in_the_window_in_which_it_ended():
+    ran(5, lasted=3 * HOUR, task="a")
+    assert figures(HOUR)["a"].now.runs == 1
+    assert "a" not in figures(4 * HOUR, until=2 * HOUR)
+
+
+def test_window_in_the_past_is_beside_the_one_before_it():
+    for hours in (1.5, 2.5, 2.6, 3.5):
+        ran(hours * HOUR, task="a")
+    both = figures(3 * HOUR, until=2 * HOUR)["a"]
+    assert (both.now.runs, both.before.runs) == (2, 1)
+
+
+def test_queued_call_that_was_cleared_is_no_run():
+    row("run", 60, task="a", outcome="cleared", key="singletask:@queued:a:1")
+    assert figures() == {}
+
+
+def test_open_hold_is_only_held_now():
+    row("run", 60, task="a", timeout=1e9)
+    both = figures()["a"]
+    assert (both.held, both.now.runs, both.now.trouble) == (1, 0, 0)
+
+
+def test_open_hold_that_has_expired_is_trouble_of_the_window_until_now():
+    row("run", 9 * HOUR, task="a", timeout=5)
+    both = figures(HOUR)["a"]
+    assert (both.held, both.now.runs, both.now.trouble) == (0, 1, 1)
+    assert figures(3 * HOUR, until=2 * HOUR)["a"].now.trouble == 0
+
+
+def test_task_last_completed_when_a_body_last_returned_or_raised():
+    ran(30 * HOUR, task="a")
+    assert figures()["a"].completed == before_now(30 * HOUR)
+    ran(9, task="a", result="raised")
+    ran(5, task="a", result="retried")
+    ran(2, task="a", outcome="lost")
+    assert figures()["a"].completed == before_now(9)
 
 
 # The page
 
 
-def test_page_shows_each_task(viewer):
-    for lasted in (2, 2, 90):
-        ran(60, lasted, task="feeds.tasks.fetch", timeout=60)
-    ran(60, 1, task="feeds.tasks.fetch", result="retried", timeout=60)
+def test_page_shows_each_task_beside_the_window_before(viewer):
+    for lasted in (2, 2, 89):
+        ran(60, lasted, task="feeds.tasks.fetch", waited=1.5)
+    ran(60, 1, task="feeds.tasks.fetch", outcome="dead", result="")
+    ran(30 * HOUR, 4, task="feeds.tasks.fetch")
     skipped(60, count=4, task="feeds.tasks.fetch")
+    row("run", 30, task="feeds.tasks.fetch", timeout=1e9)
     [text] = shown(viewer)
-    assert text.startswith("feeds.tasks.fetch ")
-    assert text.endswith(" History 4 3 0 1 retried × 1 4 0 2.00s 1m 30s 1m 30s")
+    numbers = ["4 before: 1", "0 before: 0", "1 before: 0", "4 before: 0", "0 before: 0"]
+    numbers += ["4.50s before: -", "31s before: 4.00s", "1m 29s before: 4.00s"]
+    assert text.startswith(f"feeds.tasks.fetch History {' '.join(numbers)} 20")
+    assert text.endswith(" 1")
     content = viewer.get(PAGE).content.decode()
     assert f'{BASE}history/?task=feeds.tasks.fetch&amp;range=24h"' in content
     assert f'{BASE}timeline/?task=feeds.tasks.fetch&amp;range=24h"' in content
-    counts = re.findall(r"<title>[^<]*, runs: (\d)(?:, conflicts: (\d))?</title>", content)
-    assert [sum(int(count or 0) for count in part) for part in zip(*counts, strict=True)] == [4, 4]
+    assert '<span class="singletask-warning">1</span>' in content
+
+
+def test_page_shows_a_window_and_leads_to_the_one_before_it(viewer, settings):
+    settings.TIME_ZONE = "UTC"
+    now = datetime.fromtimestamp(time.time(), UTC)
+    start = now - timedelta(hours=1)
+    ran(1.5 * HOUR, task="a")
+    content = viewer.get(PAGE, {"from": f"{start:%Y-%m-%dT%H:%M:%S}"}).content.decode()
+    assert f'name="from" value="{start:%Y-%m-%dT%H:%M:%S}"' in content
+    assert f'<a href="?from={start - timedelta(hours=1):%Y-%m-%dT%H%%3A%M}' in content
 
 
 def test_locks_without_a_task_are_one_row_without_links(viewer):
@@ -148,20 +165,29 @@ def test_locks_without_a_task_are_one_row_without_links(viewer):
 
 @pytest.mark.parametrize(
     ("sort", "order"),
-    [("", "bac"), ("task", "abc"), ("-task", "cba"), ("runs", "cab"), ("-longest", "abc")],
+    [
+        ("", "cba"),
+        ("task", "abc"),
+        ("-task", "cba"),
+        ("runs", "cab"),
+        ("-longest", "abc"),
+        ("-completed", "abc"),
+        ("-held", "cba"),
+    ],
 )
 def test_rows_are_sorted_by_a_column(viewer, sort, order):
-    for task, runs, lasted in (("a", 2, 9), ("b", 3, 5), ("c", 1, 1)):
+    for task, runs, lasted in (("a", 3, 9), ("b", 4, 5), ("c", 1, 1)):
         for _ in range(runs):
-            ran(60, lasted, task=task)
+            ran(60 + ord(task), lasted, task=task)
+    ran(60, task="c", outcome="dead", result="")
     assert "".join(text[0] for text in shown(viewer, sort=sort)) == order
 
 
 def test_heading_of_the_sorted_column_turns_the_order_round(viewer):
     ran(60, task="a")
     for sort, order, link in (
-        ("-p95", "descending", "p95"),
-        ("p95", "ascending", "-p95"),
+        ("-mean", "descending", "mean"),
+        ("mean", "ascending", "-mean"),
         ("task", "ascending", "-task"),
         ("-task", "descending", "task"),
     ):
@@ -170,21 +196,11 @@ def test_heading_of_the_sorted_column_turns_the_order_round(viewer):
         assert content.count(heading) == content.count("aria-sort") == 1
 
 
-@pytest.mark.parametrize("query", [{"range": "1h"}, {"sort": "pk"}, {"sort": "--runs"}])
-def test_odd_address_shows_the_day_by_runs(viewer, query):
+@pytest.mark.parametrize("query", [{"range": "2h"}, {"sort": "pk"}, {"sort": "--runs"}])
+def test_odd_address_shows_the_day_with_trouble_first(viewer, query):
     ran(60, task="a")
     content = viewer.get(PAGE, query).content.decode()
-    assert '?range=24h&amp;sort=-runs" aria-current="true"' in content
-
-
-def test_cut_sums_say_since_when(viewer, monkeypatch):
-    for seconds in (120, 60, 30):
-        ran(seconds, task="a")
-    inside.bound(monkeypatch, "rows of a sum", 2)
-    assert "these are the newest, since " in viewer.get(PAGE).content.decode()
-    assert len(shown(viewer)) == 1
-    inside.bound(monkeypatch, "rows of a sum", 4)
-    assert "these are the newest" not in viewer.get(PAGE).content.decode()
+    assert '?range=24h&amp;sort=-trouble" aria-current="true"' in content
 
 
 def test_empty_history_has_no_table(viewer):

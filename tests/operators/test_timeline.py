@@ -10,7 +10,7 @@ import pytest
 from django.db import connections
 
 from django_singletask.models import TaskLockEvent
-from django_singletask.operators import charts, windows
+from django_singletask.operators import timeline, windows
 from tests import inside, past_rows
 
 pytestmark = pytest.mark.django_db(databases="__all__")
@@ -52,7 +52,7 @@ def event(minutes, kind="conflict", **facts):
 
 def drawn(span="1h", *, rows=None, now=NOW, **only):
     rows = TaskLockEvent.objects.all() if rows is None else rows
-    return SimpleNamespace(**charts.draw(rows, windows.Window.past(span, now), now=now, **only))
+    return SimpleNamespace(**timeline.draw(rows, windows.Window.past(span, now), now=now, **only))
 
 
 def lanes(**only):
@@ -61,8 +61,16 @@ def lanes(**only):
 
 def marks(span="1h", **only):
     """Return shape, state, place and width of each mark."""
-    look = "{shape} {state} {x:.2f}% {width:.2f}%".format_map
-    return [tuple(look(mark).split()) for mark in drawn(span, **only).marks]
+    return [
+        (mark.shape, mark.state, f"{mark.x:.2f}%", f"{mark.width:.2f}%")
+        for lane in drawn(span, **only).lanes.values()
+        for mark in lane
+    ]
+
+
+def texts(**only):
+    """Return the texts of what is drawn, in their order."""
+    return [each.text for each in drawn(**only).drawn]
 
 
 # What is drawn, and where
@@ -103,7 +111,22 @@ def test_hold_that_ended_before_the_time_span_is_left_out(begin, end):
 def test_trouble_is_a_bar_of_its_colour_and_a_sign_where_it_was_noticed(outcome):
     trouble(15, outcome, begin=30)
     assert marks() == [("bar", outcome, "50.00%", "25.00%"), ("sign", outcome, "75.00%", "0.30%")]
-    assert drawn().marks[1]["path"]
+    [_bar, sign] = drawn().lanes["nightly"]
+    assert sign.path
+
+
+def test_fixed_lease_ends_when_its_time_was_over():
+    trouble(15, "expired", begin=30, timeout=300, fixed=True)
+    assert marks() == [
+        ("bar", "expired", "50.00%", "8.33%"),
+        ("sign", "expired", "58.33%", "0.30%"),
+    ]
+    assert texts() == ["expired after 5m"]
+
+
+def test_renewed_lease_ends_at_the_latest_when_that_was_noticed():
+    trouble(15, "expired", begin=30)
+    assert texts() == ["expired after ≤15m"]
 
 
 def test_cleared_hold_ends_there_though_its_run_goes_on():
@@ -119,19 +142,24 @@ def test_run_without_a_lock_is_a_sign_alone():
     assert marks() == [("sign", "unguarded", "75.00%", "0.30%")]
 
 
-def test_retaken_is_a_sign_on_a_bar_of_any_colour():
-    hold(30, 15, retaken=2)
-    trouble(15, begin=30, retaken=1, name="other")
-    looks = {
-        (mark["event"].name, mark["shape"], mark["state"], mark["text"]) for mark in drawn().marks
-    }
-    assert looks == {
-        ("nightly", "bar", "returned", "returned after 15m"),
-        ("nightly", "sign", "retaken", "retaken × 2"),
-        ("other", "bar", "lost", "lost after 15m"),
-        ("other", "sign", "retaken", "retaken × 1"),
-        ("other", "sign", "lost", "lost"),
-    }
+def test_retaken_is_a_sign_at_its_time_on_a_bar_of_any_colour():
+    hold(30, 15, retaken=2, retaken_at=ago(20))
+    assert marks() == [
+        ("bar", "returned", "50.00%", "25.00%"),
+        ("sign", "retaken", "66.67%", "0.30%"),
+    ]
+    assert texts() == ["returned after 15m, retaken × 2"]
+
+
+def test_no_bar_hides_a_sign():
+    trouble(15, begin=30)
+    hold(20, 10)
+    assert [mark.shape for mark in drawn().lanes["nightly"]] == ["bar", "bar", "sign"]
+
+
+def test_sign_outside_the_window_is_left_out():
+    hold(90, 5, retaken=1, retaken_at=ago(80))
+    assert marks() == [("bar", "returned", "0.00%", "91.67%")]
 
 
 @pytest.mark.parametrize(
@@ -139,13 +167,30 @@ def test_retaken_is_a_sign_on_a_bar_of_any_colour():
 )
 def test_height_of_a_tick_grows_with_the_number_of_conflicts(count, size):
     event(15, count=count)
-    [mark] = drawn().marks
-    assert (mark["shape"], mark["parts"]) == ("tick", [("conflict", 64, size)])
+    [mark] = drawn().lanes["nightly"]
+    assert (mark.shape, mark.y, mark.height) == ("tick", 64, size)
 
 
 def test_counted_conflicts_are_drawn_where_the_last_of_them_was():
     event(120, count=3, last_at=ago(15))
     assert marks() == [("tick", "conflict", "75.00%", "0.30%")]
+
+
+def test_each_event_is_listed_once_the_newest_first():
+    hold(30, 20, retaken=1, retaken_at=ago(25))
+    trouble(15, begin=40, name="other")
+    assert [each.event.name for each in drawn().drawn] == ["other", "nightly"]
+
+
+def test_window_in_the_past_shows_what_met_it():
+    hold(90, 50)
+    hold(45, 10, name="after")
+    hold(200, 5, name="throughout")
+    hold(70, 62, name="before")
+    window = windows.Window(ago(60), ago(50))
+    drawing = timeline.draw(TaskLockEvent.objects.all(), window, now=NOW)
+    assert [*drawing["lanes"]] == ["nightly", "throughout"]
+    assert drawing["lanes"]["throughout"][0].width == 100
 
 
 def test_lanes_are_ordered_by_name():
@@ -165,11 +210,11 @@ def test_one_lock_or_one_task_can_be_drawn_alone():
 @pytest.mark.parametrize("alias", ["default", "sqlite", "mariadb"])
 def test_every_database_finds_the_open_holds(alias):
     facts = {"name": "nightly", "key": "k", "at": ago(500), "kind": "run", "timeout": 1e9}
-    TaskLockEvent.objects.using(alias).create(**facts, ref="open")
+    past_rows.new(**facts, ref="open").save(using=alias)
     ended = {"outcome": "released", "ended_at": ago(400), "ref": "ended"}
-    TaskLockEvent.objects.using(alias).create(**facts, **ended)
+    past_rows.new(**facts, **ended).save(using=alias)
     rows = TaskLockEvent.objects.using(alias).all()
-    assert [mark["state"] for mark in drawn("15m", rows=rows).marks] == ["held"]
+    assert [mark[1] for mark in marks("15m", rows=rows)] == ["held"]
 
 
 # Limits
@@ -177,7 +222,7 @@ def test_every_database_finds_the_open_holds(alias):
 
 def test_only_the_most_important_locks_are_drawn(monkeypatch):
     inside.bound(monkeypatch, "lanes of the timeline", 3)
-    hold(50, 49, name="trouble", retaken=1)
+    hold(50, 49, name="trouble", retaken=1, retaken_at=ago(50))
     hold(50, name="open")
     for number in range(5):
         hold(40 - number, 35 - number, name=f"old-{number}")
@@ -186,160 +231,41 @@ def test_only_the_most_important_locks_are_drawn(monkeypatch):
     assert drawing.lanes_left_out == 4
 
 
-# Sums
-
-
-@pytest.fixture
-def summed(monkeypatch):
-    inside.bound(monkeypatch, "marks of the timeline", 1)
-
-
-def sums_in(lane):
-    return [mark for mark in lane if "event" not in mark]
-
-
-def sums(span="1h", **only):
-    """Return the lane, the time and the text of each sum."""
-    lanes = drawn(span, **only).lanes.items()
-    return [(label, bar["when"], bar["text"]) for label, lane in lanes for bar in sums_in(lane)]
-
-
-def test_as_many_events_as_can_be_drawn_are_not_summed_up(monkeypatch):
+def test_as_many_events_as_can_be_drawn_are_drawn(monkeypatch):
     inside.bound(monkeypatch, "marks of the timeline", 2)
-    hold(90, 80)
+    hold(50, 40)
     hold(30, 29)
-    hold(20, 19)
-    assert (drawn().summed, drawn().read_back_to, len(drawn().marks)) == ("", "", 2)
+    assert (len(marks()), "drawn_since" in vars(drawn())) == (2, False)
 
 
-@pytest.mark.parametrize("alias", ["default", "sqlite", "mariadb"])
-def test_every_database_sums_up_lanes_and_buckets(summed, alias):
-    base = {"key": "k", "kind": "run", "outcome": "released", "task": "t", "host": "h"}
-    met = {"kind": "conflict", "outcome": "", "result": "waiting", "count": 9}
-    rows = [
-        {"at": ago(30), "ended_at": ago(29.8), "result": "returned"},
-        {"at": ago(29.6), "ended_at": ago(27.5), "result": "raised"},
-        {"at": ago(29.2), "noticed_at": ago(27.5), "outcome": "dead"},
-        {"at": ago(28.9), "outcome": ""},
-        {"at": ago(200), "last_at": ago(2), **met},
-        {"at": ago(29.6), **met},
-        {"at": ago(20), "ended_at": ago(19.75), "task": "", "name": "alone"},
-    ]
-    for number, row in enumerate(rows):
-        TaskLockEvent.objects.using(alias).create(**{**base, "name": "t(1)", "ref": number, **row})
-    assert sorted(sums(rows=TaskLockEvent.objects.using(alias).all())) == [
-        ("", "11:40:00", "runs: 1"),
-        ("t", "11:30:00", "runs: 3, raised: 1, trouble: 1, conflicts: 9"),
-        ("t", "11:31:00", "runs: 1"),
-    ]
-
-
-def test_sums_of_one_task_are_those_of_its_locks(summed):
-    for number in (1, 2):
-        hold(30, 29.9, task="t", name=f"t({number})")
-    assert [lane for lane, _when, _text in sums(task="t")] == ["t(1)", "t(2)"]
-    assert [lane for lane, _when, _text in sums(name="t(1)")] == []
-    hold(30, 29.9, task="t", name="t(1)")
-    assert [lane for lane, _when, _text in sums(name="t(1)")] == ["t(1)"]
-
-
-def test_parts_of_a_bar_stand_on_each_other_and_the_highest_bar_fills_its_lane(summed):
-    for _ in range(3):
-        hold(30, 29.5)
-    hold(29.9, 29.25, result="raised")
-    hold(20, 19)
-    high, low = drawn(name="nightly").lanes["nightly"]
-    assert high["parts"] == [("returned", 25, 75), ("raised", 0, 25)]
-    assert low["parts"] == [("returned", 75, 25)]
-    assert (high["x"], high["width"]) == (50, pytest.approx(1.5))
-
-
-def test_only_the_locks_of_a_task_that_are_drawn_are_summed_up(summed, monkeypatch):
-    inside.bound(monkeypatch, "lanes of the timeline", 3)
-    inside.bound(monkeypatch, "marks of the timeline", 9)
-    asked, sums = [], charts.sums
-    monkeypatch.setattr(charts, "sums", lambda rows, *of: asked.append(rows) or sums(rows, *of))
-    trouble(49, name="trouble", task="t")
-    for number in range(10):
-        hold(40 - number, 40 - number, name=f"old-{number}", task="t")
-    drawing = drawn(task="t")
-    assert {row.name for row in asked[0]} == {"trouble", "old-9", "old-8"}
-    assert [*drawing.lanes] == ["old-8", "old-9", "trouble"]
-    assert drawing.lanes_left_out == 8
-
-
-def test_sums_end_with_their_window(summed):
-    hold(30, 5)
-    hold(30.5, 30.25)
-    window = windows.Window(ago(60), ago(29.75))
-    lane = charts.draw(TaskLockEvent.objects.all(), window, now=NOW, name="nightly")["lanes"][
-        "nightly"
-    ]
-    assert [bar["rank"][-1] for bar in lane] == [ago(30), ago(29.75)]
-
-
-def test_task_that_only_had_duplicates_has_no_lane(summed):
-    for _ in range(2):
-        event(30, kind="duplicate", task="t", name="t(1)")
-    assert drawn().lanes == {}
-
-
-def test_sum_leads_to_its_events(summed):
-    for _ in range(2):
-        hold(30, 29.9, task="t", name="t(1)")
-    [bar] = drawn().lanes["t"]
-    assert bar["query"].startswith("task=t&from=2026-01-02T11%3A30%3A00%2B00%3A00&to=")
-    [bar] = drawn(task="t").lanes["t(1)"]
-    assert bar["query"].startswith("q=t%281%29&from=")
-
-
-def test_trouble_and_open_holds_are_drawn_one_by_one_together_with_sums(summed):
-    hold(56, name="open")
-    for outcome in ("lost", "lost", "expired"):
-        trouble(55, outcome, name="trouble")
-    hold(2, 1, name="quiet")
-    lanes = drawn(name="open").lanes | drawn(name="trouble").lanes
-    shapes = {
-        label: sorted(mark["shape"] for mark in lane if "event" in mark)
-        for label, lane in lanes.items()
-    }
-    assert shapes == {"open": ["bar"], "trouble": ["sign"] * 3}
-    [lane] = drawn().lanes.values()  # none of them has a task
-    assert [mark["shape"] for mark in lane if "event" in mark].count("sign") == 3
-    assert "held" in {mark["state"] for mark in lane if "event" in mark}
-
-
-def test_drawing_says_how_far_back_its_sums_go(summed, monkeypatch):
-    inside.bound(monkeypatch, "rows of a sum", 3)
-    for minute in (50, 40, 30, 20, 15):
-        hold(minute, minute - 1)
+def test_of_more_events_the_newest_are_drawn_and_shorter_windows_named(monkeypatch):
+    inside.bound(monkeypatch, "marks of the timeline", 2)
+    for minutes in (50, 40, 30):
+        hold(minutes, minutes - 1)
     drawing = drawn()
-    assert len(sums()) == 3
-    assert (drawing.summed, drawing.read_back_to, drawing.unread) == ("1m", "11:30:00", "50.00%")
+    assert [mark[2] for mark in marks()] == ["50.00%", "33.33%"]
+    assert drawing.drawn_since == "11:21:00"
+    assert (drawing.later.start, drawing.later.end) == (ago(39), NOW)
+    assert (drawing.earlier.start, drawing.earlier.end) == (ago(60), ago(39))
 
 
-@pytest.mark.parametrize("only", [{"name": "old"}, {"task": "t"}])
-def test_open_hold_of_one_lock_is_drawn_however_many_others_are_open(monkeypatch, only):
+def test_shorter_window_is_drawn_whole(monkeypatch):
+    inside.bound(monkeypatch, "marks of the timeline", 2)
+    hold(500, name="open")
+    for minutes in (50, 40, 30):
+        hold(minutes, minutes - 1)
+    drawing = timeline.draw(TaskLockEvent.objects.all(), drawn().later, now=NOW)
+    assert [*drawing["lanes"]] == ["nightly", "open"]
+    assert "drawn_since" not in drawing
+
+
+@pytest.mark.parametrize("only", [{}, {"name": "old"}, {"task": "t"}])
+def test_open_hold_is_drawn_however_much_happened_since(monkeypatch, only):
     inside.bound(monkeypatch, "marks of the timeline", 2)
     hold(500, name="old", task="t", key="z")
-    for number in range(5):
-        hold(400, name=f"open {number}", key=f"a{number}")
     for minutes in (3, 2, 1):
         hold(minutes, minutes, name="old", task="t", key="z")
-    assert "held" in {mark["state"] for mark in drawn(**only).marks}
-
-
-@pytest.mark.parametrize("only", [{"name": "old"}, {"task": "t"}])
-def test_trouble_of_one_lock_is_drawn_however_much_others_have(monkeypatch, only):
-    inside.bound(monkeypatch, "marks of the timeline", 2)
-    inside.bound(monkeypatch, "troubles of the timeline", 2)
-    for minutes in (40, 39, 38):
-        trouble(minutes, name="old", task="t")
-    for minutes in (30, 29, 28):
-        trouble(minutes, name="other")
-    for minutes in (3, 2, 1):
-        hold(minutes, minutes, name="old", task="t")
-    assert [mark["state"] for mark in drawn(**only).marks].count("lost") == 2
+    assert "held" in {mark[1] for mark in marks(**only)}
 
 
 # Words
@@ -375,7 +301,8 @@ def test_trouble_of_one_lock_is_drawn_however_much_others_have(monkeypatch, only
 )
 def test_text_of_a_mark(facts, text):
     event(30, **{"kind": "run", "task_id": "x", "host": "web-1", "pid": 40, **facts})
-    assert [mark["text"] for mark in drawn().marks][-1] == text
+    [lane] = drawn().lanes.values()
+    assert lane[-1].text == text
 
 
 @pytest.mark.parametrize(
@@ -391,6 +318,6 @@ def test_labels_are_round_times(span, labels, first):
 
 def test_marks_of_long_time_spans_are_dated():
     hold(300, 290)
-    assert [mark["when"] for mark in drawn("24h").marks] == [
+    assert [each.when for each in drawn("24h").drawn] == [
         "2026-01-02 07:00:00 – 2026-01-02 07:10:00"
     ]
