@@ -30,7 +30,6 @@ from django_singletask.operators.names import Selector, SeveralMeant, UnknownNam
 from django_singletask.operators.recorded import find
 from django_singletask.operators.starving import Starving, starvation
 from django_singletask.operators.words import duration
-from django_singletask.stores.base import CannotList
 from django_singletask.stores.keys import is_key
 
 DAY = 86_400.0
@@ -100,74 +99,58 @@ def why(text: str) -> Why:
     selector = select(text)
     locks = list_held([selector])
     must_be_known([selector], locks)
-    task = _task_meant(selector, locks)
+    meant: list[Any] = sorted(locks, key=lambda lock: lock.state not in HOLDING)
+    if not locks:
+        with suppress(NoHistory):
+            meant, _complete = find([selector], limit=NEWEST)
+    task = _task_meant(selector, meant)
     if task:
         return _explain_task(task, locks)
-    if locks:
-        lock = _lock_meant(text, locks)
-        return _explain_lock(lock.name, lock.lock_key)
-    return _explain_free(selector)
+    for each in meant:
+        key = each.key
+        if is_key(text):
+            key = text
+        known = _explain_lock(each.name, lock_of_slot(key), only=is_key(text))
+        if not locks and text in (each.task_id, each.token):
+            known.run = each
+        return known
+    if selector.is_pattern:
+        raise UnknownName(text)
+    # Only the history could say that there is no such lock.
+    return _explain_lock(text, next(iter([*selector.keys(), text])))
 
 
-def _task_meant(selector: Selector, locks: list[HeldLock]) -> str | None:
-    """Return the task of which all locks are meant; None if only one lock is, or none."""
-    names = sorted({lock.name for lock in locks})
+def _task_meant(selector: Selector, meant: list[Any]) -> str | None:
+    """Return the task of which all locks are meant; None if only one lock is, or none.
+
+    ``meant`` are locks, or rows of the history.
+    """
+    names = sorted({each.name for each in meant})
     if selector.is_exact or selector.text in names:
         return None
     if len(selector.tasks) > 1:
         raise SeveralMeant(selector.text, selector.tasks)
     if len(names) == 1:
         return None
-    tasks = {*selector.tasks, *(lock.task for lock in locks)}
-    if len(tasks) > 1 or None in tasks:
+    tasks = {*selector.tasks, *(each.task for each in meant)}
+    if len(tasks) > 1 or not all(tasks):
         raise SeveralMeant(selector.text, names[:SHOWN])
     return next(iter(tasks), None)
-
-
-def _lock_meant(text: str, locks: list[HeldLock]) -> HeldLock:
-    """Return the lock that is held, of these with one name, or else any of them."""
-    by_key = {lock.lock_key: lock for lock in locks if lock.state in HOLDING}
-    if len(by_key) > 1:
-        # Two long names may be shown alike.
-        raise SeveralMeant(text, sorted(by_key))
-    return next(iter([*by_key.values(), *locks]))
-
-
-def _explain_free(selector: Selector) -> Why:
-    """Explain a lock that is not held, as the history knows it, or that of a run with this id."""
-    rows: list[TaskLockEvent] = []
-    with suppress(NoHistory):
-        rows, _complete = find([selector], limit=NEWEST)
-    names = sorted({row.name for row in rows})
-    if len(names) > 1:
-        raise SeveralMeant(selector.text, names[:SHOWN])
-    for row in rows:
-        key = row.key
-        if is_key(selector.text):
-            key = selector.text
-        known = _explain_lock(row.name, lock_of_slot(key))
-        if selector.text in (row.task_id, row.token):
-            known.run = row
-        return known
-    if selector.is_pattern:
-        raise UnknownName(selector.text)
-    # Only the history could say that there is no such lock.
-    return _explain_lock(selector.name, next(iter([*selector.keys(), selector.text])))
 
 
 # What is known
 
 
-def _explain_lock(name: str, key: str) -> Why:
-    """Gather what is known of the lock with this name and key; the key can be a queued call's."""
-    locks = _list_locks(key, name)
+def _explain_lock(name: str, key: str, *, only: bool = False) -> Why:
+    """Gather what is known of the lock with this name.
+
+    A name that was cut can belong to several locks: ``only`` the one with this key is meant.
+    """
+    locks = list_held([select(key), select(name)])
     rows, no_history = _read_rows(TaskLockEvent.objects.named(name))
-    if key.startswith(QUEUED):
-        keys = [lock_of_slot(each.key) for each in [*locks, *rows]]
-        key = next((each for each in keys if not each.startswith(QUEUED)), key)
-    # A name that is cut can belong to several locks.
-    locks = [lock for lock in locks if lock.queued or lock.lock_key == key]
-    rows = [row for row in rows if row.key.startswith(QUEUED) or lock_of_slot(row.key) == key]
+    if only and not key.startswith(QUEUED):
+        locks = [lock for lock in locks if lock.queued or lock.lock_key == key]
+        rows = [row for row in rows if row.key.startswith(QUEUED) or lock_of_slot(row.key) == key]
     starving = starvation(name, rows)
     known = _about(name, key, add_states(locks, [each for each in [starving] if each]))
     known.starving = starving
@@ -179,16 +162,6 @@ def _explain_lock(name: str, key: str) -> Why:
         of_task, _no_history = _read_rows(TaskLockEvent.objects.of_task(task))
         known.task_completed = _last_completed(of_task)
     return known
-
-
-def _list_locks(*texts: str) -> list[HeldLock]:
-    """List the locks that one of these texts selects, as far as the cache can list them."""
-    found = {}
-    for text in texts:
-        with suppress(CannotList):
-            for lock in list_held([select(text)]):
-                found[lock.key, lock.token] = lock
-    return [*found.values()]
 
 
 def _explain_task(task: str, locks: list[HeldLock]) -> Why:
@@ -262,10 +235,11 @@ def facts(why: Why) -> Iterator[Fact]:
     if why.starving:
         met = words.plural(why.starving.conflicts, "conflict")
         yield Fact("starving", f"{met} in {duration(why.starving.unmet)}; no run completed")
-    if why.key and len(why.held) == 1:
-        yield from _tell_holder(why, why.held[0])
-    else:
-        yield from _tell_holders(why.held)
+    for lock in why.held[:SHOWN]:
+        yield from _tell_hold(why, lock)
+    if len(why.held) > SHOWN:
+        yield Fact("held", f"and {len(why.held) - SHOWN} more")
+    if not why.no_history:
         yield from _tell_past(why)
     for lock in why.queued:
         yield Fact("queued", _tell_queued(lock))
@@ -288,29 +262,22 @@ def _tell_run(run: TaskLockEvent) -> str:
     return text
 
 
-def _tell_holder(why: Why, holder: HeldLock) -> Iterator[Fact]:
-    """Yield who has a lock, what was before, and the commands that end the hold."""
-    yield Fact("held", _tell_state(holder))
-    if holder.state not in WITHOUT_PROCESS:
-        yield Fact("lease", _tell_lease(holder))
-        yield Fact("page", words.task_page(holder.task_id))
-    yield from _tell_past(why)
-    yield from _commands(holder)
-
-
-def _tell_holders(held: list[HeldLock]) -> Iterator[Fact]:
-    """Yield who has the locks of a task, or the slots of a lock; each with its commands."""
-    for lock in held[:SHOWN]:
-        yield Fact("held", f"{lock.name}: {lock.word}, {_tell_state(lock)}")
-        yield from _commands(lock)
-    if len(held) > SHOWN:
-        yield Fact("held", f"and {len(held) - SHOWN} more")
+def _tell_hold(why: Why, lock: HeldLock) -> Iterator[Fact]:
+    """Yield who has a lock, and the commands that end the hold."""
+    text = _tell_state(lock)
+    if len(why.held) > 1 or not why.key:
+        text = f"{lock.name}: {lock.word}, {text}"
+    yield Fact("held", text)
+    if lock.state not in WITHOUT_PROCESS:
+        yield Fact("lease", _tell_lease(lock))
+        yield Fact("page", words.task_page(lock.task_id))
+    if lock.state in RUNNING:
+        yield from _stop_commands(lock)
+    yield Fact("free", _clear_command(lock), is_command=True)
 
 
 def _tell_past(why: Why) -> Iterator[Fact]:
     """Yield what the history knows."""
-    if why.no_history:
-        return
     if why.usual:
         median = words.hold_time(why.usual.median)
         yield Fact("usual", f"{median}, longest {words.hold_time(why.usual.longest)}")
@@ -426,18 +393,16 @@ def _tell_lately(why: Why) -> str:
     return f"{', '.join(counts)} in the last {duration(why.within)}"
 
 
-def _commands(lock: HeldLock) -> Iterator[Fact]:
-    """Yield what ends a run, and frees its lock; a signal only where the process is seen."""
-    if lock.state in RUNNING:
-        if lock.state == "stopped":
-            yield Fact("continue", f"kill -CONT {lock.pid}  # on {lock.host}", is_command=True)
-        kill = f"kill {lock.pid}  # on {lock.host}"
-        if lock.task_id:
-            yield Fact("stop", words.stop_command(lock.task_id), is_command=True)
-            kill = f"kill -9 {lock.pid}  # on {lock.host}, if it ignores SIGTERM"
-        if lock.alive:
-            yield Fact("stop", kill, is_command=True)
-    yield Fact("free", _clear_command(lock), is_command=True)
+def _stop_commands(lock: HeldLock) -> Iterator[Fact]:
+    """Yield the commands that end a run; a signal only for a process that is seen from here."""
+    if lock.state == "stopped":
+        yield Fact("continue", f"kill -CONT {lock.pid}  # on {lock.host}", is_command=True)
+    kill = f"kill {lock.pid}  # on {lock.host}"
+    if lock.task_id:
+        yield Fact("stop", words.stop_command(lock.task_id), is_command=True)
+        kill = f"kill -9 {lock.pid}  # on {lock.host}, if it ignores SIGTERM"
+    if lock.alive:
+        yield Fact("stop", kill, is_command=True)
 
 
 def _clear_command(lock: HeldLock) -> str:
