@@ -910,6 +910,7 @@ def test_bad_option_is_named(arguments, message):
     ("arguments", "message"),
     [
         (["probe", "nightly"], "'probe' takes no name."),
+        (["metrics", "nightly"], "'metrics' takes no name."),
         (["why"], "'why' explains one lock or one task: name one."),
         (["why", "a", "b"], "'why' explains one lock or one task: name one."),
     ],
