@@ -110,7 +110,7 @@ TAKEN_AGAIN = frozenset({"held", "slow", "starving"})
 def at_stake(locks: Iterable[HeldLock]) -> str:
     """Say in one sentence what becomes of these locks if the cache restarts without its data."""
     counts = count_states(locks)
-    del counts["expired"]  # the cache has lost it already
+    counts.pop("expired", 0)  # the cache has lost it already
     taken_again = sum(counts.pop(state, 0) for state in TAKEN_AGAIN)
     parts = []
     if taken_again:
