@@ -224,6 +224,18 @@ def fact_lines(name: str, state: str, known: Iterable[Fact]) -> Iterator[str]:
             yield f"  {fact.label:<9}  {clean(fact.text)}"
 
 
+def gauges(states: dict[str, int], hungry: Sequence[Starving] | None) -> Iterator[str]:
+    """Yield the lines that Prometheus reads; the codes of states need no escapes."""
+    yield "# HELP singletask_locks Locks and queued calls, by state."
+    yield "# TYPE singletask_locks gauge"
+    for state, number in states.items():
+        yield f'singletask_locks{{state="{state}"}} {number}'
+    if hungry is not None:
+        yield "# HELP singletask_locks_starving Locks that have starved for an hour or more."
+        yield "# TYPE singletask_locks_starving gauge"
+        yield f"singletask_locks_starving {len(hungry)}"
+
+
 VERSION = 3
 """Of the keys of the JSON: it grows when a key goes, or gets another meaning."""
 LOCK = (

@@ -544,6 +544,7 @@ def test_why_of_a_pattern_says_what_to_type():
 
 def test_why_of_a_task_as_json():
     ran(90, 5, task="t", name="t(1)")
+    ran(91, 5, task="t", name="t(2)")
     facts = locks_as_json("why", "t")
     assert (facts["name"], facts["key"], facts["held"], facts["conflicts"]) == ("t", "", [], {})
     assert facts["completed"]["result"] == "returned"
@@ -910,6 +911,7 @@ def test_bad_option_is_named(arguments, message):
     ("arguments", "message"),
     [
         (["probe", "nightly"], "'probe' takes no name."),
+        (["metrics", "nightly"], "'metrics' takes no name."),
         (["why"], "'why' explains one lock or one task: name one."),
         (["why", "a", "b"], "'why' explains one lock or one task: name one."),
     ],

@@ -129,7 +129,7 @@ def test_sample_is_what_the_command_prints(site: None, page: str, arguments: str
 
 def test_each_action_that_prints_a_table_or_facts_has_a_sample():
     shown = {(arguments.split() or ["list"])[0] for _page, arguments, _sample in SAMPLES}
-    assert {"list", "why", "history", "probe", "clear", "prune"} <= {*shown, "list"}
+    assert {"list", "why", "history", "metrics", "probe", "clear", "prune"} <= {*shown, "list"}
 
 
 def test_control_another_word_or_number_does_not_fit(site: None):
