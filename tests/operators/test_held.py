@@ -228,7 +228,13 @@ def test_states_that_somebody_should_look_at_are_counted(on_redis):
     hold(name="dead", **{**ended_process(), "token": "2"})
     locks = held_now()
     assert held.summary(locks) == "4 locks: 1 dead, 2 slow"
-    assert held.count_states(locks) == {"held": 1, "dead": 1, "slow": 2}
+    counts = held.count_states(locks)
+    assert list(counts) == inside.states_of_a_lock()
+    assert {state: number for state, number in counts.items() if number} == {
+        "dead": 1,
+        "slow": 2,
+        "held": 1,
+    }
 
 
 def test_summary_of_good_locks_is_their_number(on_redis, take):
