@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlencode
@@ -36,10 +37,11 @@ SUMS, SUMS_LIMIT = "per task", 1000
 """The page that sums up hundreds of thousands of rows, and the milliseconds that it may take."""
 NAMES = {"postgresql": "PostgreSQL", "sqlite": "SQLite"}
 WORDS = ["held", "returned", "raised", "skipped", "released", "dead", "expired", "lost", "cleared"]
-WORDS += ["conflict", "duplicate"]
+WORDS += ["conflict", "duplicate", "retaken", "trouble"]
 COLUMNS = (
     "ref, kind, outcome, result, name, key, cache, task, task_id, host, pid, at, ended_at, "
-    "noticed_at, retaken, timeout, count, last_at, blocked_by, blocked_by_task_id, actor, reason"
+    "noticed_at, happened_at, retaken, retaken_at, timeout, fixed, count, last_at, waited, "
+    "blocked_by, blocked_by_task_id, actor, reason"
 )
 # n counts back in time, so that the newest row is written last. 1 row in 5 is a conflict with the
 # run of row n + 1. 3 runs in 10,000 had trouble. There are 19 tasks with 2,003 feeds each, and
@@ -54,8 +56,9 @@ ROW = """
     {name}, 'singletask:' || {name}, 'default', {task}, {task_id}, 'web-' || (n % 9), n % 30000,
     {at}, CASE WHEN n % 5 = 4 OR n % 10000 < 2 OR n <= 50 THEN NULL ELSE {ended_at} END,
     CASE WHEN n % 10000 < 2 AND n > 50 THEN {ended_at} END,
-    CASE WHEN n % 10000 = 2 THEN 1 ELSE 0 END, 60,
-    CASE WHEN n % 5 = 4 THEN 1 + n % 7 ELSE 1 END, CASE WHEN n % 5 = 4 THEN {at} END,
+    CASE WHEN n % 5 = 4 OR n <= 50 THEN {at} ELSE {ended_at} END,
+    CASE WHEN n % 10000 = 2 THEN 1 ELSE 0 END, CASE WHEN n % 10000 = 2 THEN {at} END, 60, false,
+    CASE WHEN n % 5 = 4 THEN 1 + n % 7 ELSE 1 END, CASE WHEN n % 5 = 4 THEN {at} END, 0,
     CASE WHEN n % 5 = 4 THEN {blocker} ELSE '' END,
     CASE WHEN n % 5 = 4 THEN {blocker_id} ELSE '' END, '',
     CASE WHEN n % 5 = 4 THEN 'skip' ELSE '' END
@@ -124,6 +127,13 @@ def fill_sqlite(rows: int) -> None:
         )
 
 
+def past(days: int, hours: int) -> dict[str, str]:
+    """Return the parameters of a window that began so many days ago."""
+    begin = datetime.now(UTC) - timedelta(days=days)
+    end = begin + timedelta(hours=hours)
+    return {"from": f"{begin:%Y-%m-%dT%H:%M:%S}Z", "to": f"{end:%Y-%m-%dT%H:%M:%S}Z"}
+
+
 def pages(rows: int) -> dict[str, tuple[str, dict[str, str]]]:
     from django_singletask.models import TaskLockEvent
 
@@ -135,6 +145,14 @@ def pages(rows: int) -> dict[str, tuple[str, dict[str, str]]]:
         "page 50": {"p": "50"},
         "last page": {"p": "100"},
         **{f"past {span}": {"range": span} for span in ("15m", "1h", "24h", "7d")},
+        "an hour four days ago": past(4, 1),
+        "a day four days ago": past(4, 24),
+        "a week three weeks ago": past(21, 168),
+        "a day four days ago, returned": {"what": "returned", **past(4, 24)},
+        "a day four days ago, failed": {"what": "failed", **past(4, 24)},
+        "a day four days ago, trouble": {"what": "trouble", **past(4, 24)},
+        "a day four days ago, task": {"task": feeds, **past(4, 24)},
+        "a day four days ago, rare task": {"task": nightly, **past(4, 24)},
         **{f"what: {word}": {"what": word} for word in WORDS},
         "frequent task": {"task": feeds},
         "rare task": {"task": nightly},

@@ -35,7 +35,7 @@ from django_singletask.operators.held import HeldLock, cannot_ask
 from django_singletask.operators.names import NOT_RECORDED, recorded_tasks, select
 from django_singletask.operators.per_task import COLUMNS, per_task
 from django_singletask.operators.probe import at_stake
-from django_singletask.operators.recorded import SCANNED, judge, of_what
+from django_singletask.operators.recorded import LISTED, SCANNED, judge, of_what
 from django_singletask.operators.starving import Starving, starving
 from django_singletask.operators.timeline import draw
 from django_singletask.operators.windows import HOUR, SPANS, Window, window_of
@@ -170,7 +170,7 @@ class WhatFilter(admin.SimpleListFilter):
 class UncountedPaginator(Paginator):  # type: ignore[type-arg]
     """Count the rows up to a limit only: to count millions of rows takes seconds."""
 
-    limit = 5000
+    limit = LISTED
 
     @cached_property
     def count(self) -> int:

@@ -194,7 +194,10 @@ class TaskLockEvent(models.Model):
         if not self.is_hold:
             return None
         if self.outlived_fixed_lease:
-            return self.at + timedelta(seconds=self.timeout)
+            lease_end = self.at + timedelta(seconds=self.timeout)
+            if self.noticed_at and self.noticed_at < lease_end:
+                return self.noticed_at  # the cache forgot the lock
+            return lease_end
         if not self.outcome:
             return None
         return hold_end(self.outcome, self.ended_at, self.noticed_at)

@@ -29,8 +29,6 @@ from django_singletask.stores.keys import PREFIX
 
 NEWEST = 1000
 """The maximum number of rows that are read of a task, or of a name."""
-AT_EDGE = 1000
-"""The maximum number of rows whose ids are read at the beginning, and at the end, of a window."""
 OPEN = 5000
 """The maximum number of open rows that are read; a hold is open until its end is reported."""
 RUNS = 100
@@ -38,8 +36,6 @@ RUNS = 100
 FREQUENT = 5000
 """The maximum number of rows that a search or a window sorts: of more rows, the newest."""
 DAY = timedelta(days=1)
-LATE = timedelta(hours=1)
-"""How late a row may be written, because a process keeps its events while the database is down."""
 # Conditions of indexes, which SQLite must find in a statement without parameters.
 STATE = "NOT (outcome = 'released')"
 BLOCKED = "NOT (kind = 'run')"
@@ -176,11 +172,19 @@ class TaskLockEventQuerySet(models.QuerySet[Any]):
     def within(
         self, start: datetime, end: datetime | None = None, limit: int = FREQUENT
     ) -> TaskLockEventQuerySet:
-        """Keep the ``limit`` newest of the rows that have to do with a window of time.
+        """Keep the ``limit`` newest of the rows whose time meets a window.
 
-        Their time, from their begin to the last thing that happened, meets the window; an open hold
-        lasts until now. Without an ``end`` so does the window. The parts are read at once, one by
-        one: for all of them together, a database would read all rows since ``start``.
+        The time of a row is from its begin to the last thing that happened, and that of an open
+        hold goes on. Without an ``end`` so does the window.
+        """
+        return self.newest_of(self.parts_within(start, end), limit)
+
+    def parts_within(
+        self, start: datetime, end: datetime | None = None
+    ) -> list[TaskLockEventQuerySet]:
+        """Return the parts of a window; they are asked one by one, each by an index.
+
+        For all of them together, a database would read all rows since ``start``.
 
             a row:  begins ................ the last thing happens, or nothing yet
             window:             |       |
@@ -192,16 +196,21 @@ class TaskLockEventQuerySet(models.QuerySet[Any]):
         """
         happened = self.filter(happened_at__gte=start).newest()
         open_rows = self.open()
-        parts = [happened, open_rows]
-        if end is not None:
-            went_on = self.filter(at__gte=start - DAY, at__lt=end, happened_at__gte=end)
-            # In this order PostgreSQL uses the index of both times. Otherwise it may read the whole
-            # table: since it treats the times as independent, it expects many such rows.
-            parts = [
-                happened.filter(happened_at__lt=end),
-                went_on.order_by("-at"),
-                open_rows.filter(at__lt=end),
-            ]
+        if end is None:
+            return [happened, open_rows]
+        went_on = self.filter(at__gte=start - DAY, at__lt=end, happened_at__gte=end)
+        # In the order of ``at`` PostgreSQL uses the index of both times. Otherwise it may read the
+        # whole table: it treats the times as independent, so it expects many such rows.
+        return [
+            happened.filter(happened_at__lt=end),
+            went_on.order_by("-at"),
+            open_rows.filter(at__lt=end),
+        ]
+
+    def newest_of(
+        self, parts: Iterable[TaskLockEventQuerySet], limit: int
+    ) -> TaskLockEventQuerySet:
+        """Return the ``limit`` newest rows of these parts, of which at most so many are read."""
         times: dict[int, datetime] = {}
         for part in parts:
             times.update(part.values_list("pk", "happened_at")[:limit])
@@ -209,24 +218,6 @@ class TaskLockEventQuerySet(models.QuerySet[Any]):
         # The filter is a list of ids: with the other conditions PostgreSQL would plan it anew.
         found: TaskLockEventQuerySet = self.model.objects.using(self.db).filter(pk__in=newest)
         return found.newest()
-
-    def since(self, start: datetime, end: datetime | None = None) -> TaskLockEventQuerySet:
-        """Keep what began at ``start`` or later, and before ``end``.
-
-        A database finds such rows fast only between two ids, which this method reads at once. The
-        ids are nearly in the order of the times, but a row may be written up to ``LATE`` after its
-        time. So the first id is the lowest id of the first rows from ``LATE`` before ``start`` on.
-        The last id is the highest id of the last rows that are older than ``LATE`` after ``end``.
-        """
-        ids = self.model.objects.using(self.db).values_list("pk", flat=True)
-        first_rows = ids.filter(at__gte=start - LATE).order_by("at")
-        first_id = min(first_rows[:AT_EDGE], default=0)
-        found = self.filter(at__gte=start, pk__gte=first_id)
-        if end is None:
-            return found
-        last_rows = ids.filter(at__lt=end + LATE).order_by("-at")
-        last_id = max(last_rows[:AT_EDGE], default=0)
-        return found.filter(at__lt=end, pk__lte=last_id)
 
     def older_than(self, seconds: float | None = None) -> TaskLockEventQuerySet:
         """Keep the rows in which nothing happened for so many seconds; an open row has not ended.

@@ -8,6 +8,7 @@ import shutil
 import sys
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from datetime import datetime
+from itertools import pairwise
 from typing import Any
 
 from django.utils import timezone
@@ -18,6 +19,7 @@ from django_singletask.models import RETAKEN, TaskLockEvent
 from django_singletask.operators import words
 from django_singletask.operators.explain import Fact
 from django_singletask.operators.held import HeldLock
+from django_singletask.operators.names import MODULES
 from django_singletask.operators.starving import Starving
 
 
@@ -29,56 +31,118 @@ def width() -> int | None:
 
 
 def table(
-    heads: Sequence[str], rows: Iterable[Sequence[str]], *, name: int, right: Collection[int] = ()
+    heads: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    *,
+    name: int,
+    right: Collection[int] = (),
+    spare: int | None = None,
 ) -> Iterator[str]:
     """Lay out rows below their heads, and yield the lines; without rows there are none.
 
-    On a terminal, the column ``name`` and the last one are cut in the middle where there is no
-    room; otherwise nothing is cut. The columns ``right`` are aligned to the right.
+    On a terminal a table that is too wide is made to fit: see :func:`fit`. Otherwise nothing is
+    cut. The columns ``right`` are aligned to the right.
     """
-    lines = [[*map(clean, row)] for row in rows]
-    if not lines:
-        return
-    lines.insert(0, [*heads])
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    columns: dict[int, list[str]] = {}
+    for number, cells in enumerate(zip(*rows, strict=True)):
+        columns[number] = [heads[number], *map(clean, cells)]
     room = width()
-    if room is not None:
-        last = len(heads) - 1
-        for column, least in ((name, 24), (last, 8), (name, 10)):
-            others = sum(widths) - widths[column] + 2 * last
-            widths[column] = min(widths[column], max(least, room - others))
-        lines = [[*map(cut, line, widths)] for line in lines]
-    for line in lines:
-        cells = [text.ljust(wide) for text, wide in zip(line, widths, strict=True)]
-        for column in right:
-            cells[column] = line[column].rjust(widths[column])
-        yield "  ".join(cells).rstrip()
+    if columns and room is not None:
+        fit(columns, room, name, spare)
+    for number, column in columns.items():
+        wide = widest(column)
+        if number in right:
+            columns[number] = [text.rjust(wide) for text in column]
+        else:
+            columns[number] = [text.ljust(wide) for text in column]
+    for line in zip(*columns.values(), strict=True):
+        yield "  ".join(line).rstrip()
 
 
-def cut(text: str, width: int) -> str:
-    """Cut the middle out of a text that is too wide; of a call, first the modules.
+def widest(column: Iterable[str]) -> int:
+    return max(map(len, column))
 
-    The names of two locks differ at their ends, as those of two pods do.
+
+def fit(columns: dict[int, list[str]], room: int, name: int, spare: int | None) -> None:
+    """Make columns fit into so much room.
+
+    The modules that all names have in common go first, then the column ``spare``, then the middle
+    of the names, and the middle of the last column.
     """
-    if len(text) <= width:
-        return text
-    task, parenthesis, _arguments = text.partition("(")
-    modules = task.rfind(".") + 1
-    if parenthesis and modules:
-        text = f"…{text[min(modules, len(text) - width + 1) :]}"
+
+    def excess() -> int:
+        between = 2 * len(columns) - 2
+        return sum(map(widest, columns.values())) + between - room
+
+    if excess() > 0:
+        head, *names = columns[name]
+        columns[name] = [head, *without_modules(names)]
+    if excess() > 0 and spare is not None:
+        del columns[spare]
+    for number, least in ((name, 24), (max(columns), 8), (name, 10)):
+        if excess() > 0:
+            wide = widest(columns[number])
+            columns[number] = shorten(columns[number], max(least, wide - excess()))
+
+
+def without_modules(names: Sequence[str]) -> Sequence[str]:
+    """Return the names without the modules that they have in common."""
+    first = min(names)
+    common = first[: common_length(first, max(names))]
+    # The letter stands for the name of a task after the last module.
+    modules = MODULES.match(f"{common}x")
+    if modules is None:
+        return names
+    return [f"…{name[modules.end() :]}" for name in names]
+
+
+def common_length(one: str, other: str) -> int:
+    """Return how many characters two texts have in common at their beginning."""
+    length = 0
+    for left, right in zip(one, other, strict=False):
+        if left != right:
+            break
+        length += 1
+    return length
+
+
+def shorten(texts: Sequence[str], width: int) -> list[str]:
+    """Cut the middle out of texts that are too wide, but not what distinguishes two of them."""
+    # A text differs from all others where it differs from its neighbours in the alphabet.
+    ordered = sorted({*texts})
+    differs_at = dict.fromkeys(ordered, 0)
+    for one, other in pairwise(ordered):
+        common = common_length(one, other)
+        differs_at[one] = max(common, differs_at[one])
+        differs_at[other] = common
+    return [cut(text, width, differs_at[text]) for text in texts]
+
+
+def cut(text: str, width: int, differs_at: int = 0) -> str:
+    """Cut the middle out of a text that is too wide, and keep the character ``differs_at``."""
     if len(text) <= width:
         return text
     head = (width - 1) // 2
-    return f"{text[:head]}…{text[head + 1 - width :]}"
+    end = len(text) - (width - 1 - head)
+    if differs_at < head or differs_at >= end:
+        return f"{text[:head]}…{text[end:]}"
+    # Of the beginning a third is enough, and the difference stands in the middle of the rest.
+    head = width // 3
+    rest = width - head - 2
+    start = differs_at - rest // 2
+    if start + rest >= len(text) - 1:
+        return f"{text[:head]}…{text[-rest - 1 :]}"
+    return f"{text[:head]}…{text[start : start + rest]}…"
 
 
 def lock_table(locks: Iterable[HeldLock]) -> Iterator[str]:
-    heads = ("LOCK", "STATE", "HELD FOR", "LEASE", "CONFLICTS", "HOLDER")
-    return table(heads, map(_lock_cells, locks), name=0, right=(2, 3, 4))
+    heads = ("STATE", "LOCK", "HELD FOR", "LEASE", "CONFLICTS", "HOLDER")
+    states = {state: str(word) for state, word in words.STATES.items()}
+    rows = (_lock_cells(lock, states[lock.state]) for lock in locks)
+    return table(heads, rows, name=1, right=(2, 3, 4), spare=3)
 
 
-def _lock_cells(lock: HeldLock) -> tuple[str, ...]:
-    state = lock.word
+def _lock_cells(lock: HeldLock, state: str) -> tuple[str, ...]:
     if lock.share:
         state += f" ({lock.share})"
     lease = words.duration(lock.remaining)
@@ -87,12 +151,14 @@ def _lock_cells(lock: HeldLock) -> tuple[str, ...]:
         lease = "-"
         if lock.task_id:
             holder = lock.task_id
+    if lock.usual is not None and lock.state == "slow":
+        holder += f" (usual {words.duration(lock.usual.median)})"
     conflicts = "-"
     if lock.conflicts is not None:
         conflicts = str(lock.conflicts)
     if lock.waiting:
         conflicts += f" ({lock.waiting} waiting)"
-    return lock.name, state, words.duration(lock.held_for), lease, conflicts, holder
+    return state, lock.name, words.duration(lock.held_for), lease, conflicts, holder
 
 
 def starving_table(states: Sequence[Starving]) -> Iterator[str]:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from django_singletask.history.queries import NEWEST, NoHistory, UsualHold, ago, reading
 from django_singletask.locks.keys import QUEUED, lock_of_slot
-from django_singletask.models import TaskLockEvent
+from django_singletask.models import RETAKEN, TaskLockEvent
 from django_singletask.operators import words
 from django_singletask.operators.held import (
     HOLDING,
@@ -30,7 +30,6 @@ from django_singletask.operators.names import Selector, SeveralMeant, UnknownNam
 from django_singletask.operators.recorded import find
 from django_singletask.operators.starving import Starving, starvation
 from django_singletask.operators.words import duration
-from django_singletask.stores.base import CannotList
 from django_singletask.stores.keys import is_key
 
 DAY = 86_400.0
@@ -42,14 +41,19 @@ SHOWN = 5
 class Why:
     """What is known of one lock, or of all locks of a task, now.
 
-    The attributes are the keys of the JSON. ``key`` is empty for a task. ``run`` is the run whose
-    id was asked for, if it holds no lock. ``held`` are locks in a state of ``HOLDING``, the worst
-    first: the holder, and those of other slots; or the locks of the task. ``queued`` are the calls
-    that stop duplicates, ``expired`` holds whose end nobody reported. ``completed`` is the last
-    completed run; ``task_completed`` is that of the task, if this lock has none. ``conflicts``
-    counts the calls of the last ``within`` seconds that found a lock held, by what became of them;
-    ``conflict`` is the last of them. ``troubles`` are the last runs with each kind of trouble, the
-    newest first. ``no_history`` says why nothing is known of the past, or is empty.
+    The attributes are the keys of the JSON:
+
+    * ``key`` is empty for a task, and ``run`` is the run whose id was asked for, if it holds none.
+    * ``held`` are locks in a state of ``HOLDING``, the worst first: the holder, and those of other
+      slots; or the locks of the task. ``queued`` are the calls that stop duplicates, ``expired``
+      holds whose end nobody reported.
+    * ``completed`` is the last completed run; ``task_completed`` is that of the task, if this lock
+      has none.
+    * ``conflicts`` counts the calls of the last ``within`` seconds that found a lock held, by what
+      became of them, and ``duplicates`` those that found an equal call queued. ``conflict`` is the
+      last of all these.
+    * ``troubles`` are the last runs with each kind of trouble, the newest first.
+    * ``no_history`` says why nothing is known of the past, or is empty.
     """
 
     name: str
@@ -63,7 +67,8 @@ class Why:
     completed: TaskLockEvent | None = None
     task_completed: TaskLockEvent | None = None
     conflict: TaskLockEvent | None = None
-    conflicts: dict[str, int] = dataclasses.field(default_factory=dict)
+    conflicts: Counter[str] = dataclasses.field(default_factory=Counter)
+    duplicates: int = 0
     within: float = DAY
     troubles: list[TaskLockEvent] = dataclasses.field(default_factory=list)
     starving: Starving | None = None
@@ -94,69 +99,58 @@ def why(text: str) -> Why:
     selector = select(text)
     locks = list_held([selector])
     must_be_known([selector], locks)
-    task = _task_meant(selector, locks)
+    meant: list[Any] = sorted(locks, key=lambda lock: lock.state not in HOLDING)
+    if not locks:
+        with suppress(NoHistory):
+            meant, _complete = find([selector], limit=NEWEST)
+    task = _task_meant(selector, meant)
     if task:
         return _explain_task(task, locks)
-    if locks:
-        lock = _lock_meant(text, locks)
-        return _explain_lock(lock.name, lock.lock_key)
-    if selector.is_pattern and not selector.is_exact:
+    for each in meant:
+        key = each.key
+        if is_key(text):
+            key = text
+        known = _explain_lock(each.name, lock_of_slot(key), only=is_key(text))
+        if not locks and text in (each.task_id, each.token):
+            known.run = each
+        return known
+    if selector.is_pattern:
         raise UnknownName(text)
-    return _explain_free(selector)
+    # Only the history could say that there is no such lock.
+    return _explain_lock(text, next(iter([*selector.keys(), text])))
 
 
-def _task_meant(selector: Selector, locks: list[HeldLock]) -> str | None:
-    """Return the task of which all locks are meant; None if only one lock is, or none."""
-    names = sorted({lock.name for lock in locks})
+def _task_meant(selector: Selector, meant: list[Any]) -> str | None:
+    """Return the task of which all locks are meant; None if only one lock is, or none.
+
+    ``meant`` are locks, or rows of the history.
+    """
+    names = sorted({each.name for each in meant})
     if selector.is_exact or selector.text in names:
         return None
     if len(selector.tasks) > 1:
         raise SeveralMeant(selector.text, selector.tasks)
     if len(names) == 1:
         return None
-    tasks = {*selector.tasks, *(lock.task for lock in locks)}
-    if len(tasks) > 1 or None in tasks:
+    tasks = {*selector.tasks, *(each.task for each in meant)}
+    if len(tasks) > 1 or not all(tasks):
         raise SeveralMeant(selector.text, names[:SHOWN])
     return next(iter(tasks), None)
-
-
-def _lock_meant(text: str, locks: list[HeldLock]) -> HeldLock:
-    """Return the lock that is held, of these with one name, or else any of them."""
-    by_key = {lock.lock_key: lock for lock in locks if lock.state in HOLDING}
-    if len(by_key) > 1:
-        # Two long names may be shown alike.
-        raise SeveralMeant(text, sorted(by_key))
-    return next(iter([*by_key.values(), *locks]))
-
-
-def _explain_free(selector: Selector) -> Why:
-    """Explain a lock that is not held, or that of a run or a call with this id."""
-    key = next(iter([*selector.keys(), selector.text]))
-    with suppress(NoHistory):
-        rows, _complete = find([selector], limit=1)
-        for row in rows:
-            if not is_key(selector.text):
-                key = row.key
-            known = _explain_lock(row.name, lock_of_slot(key))
-            if selector.text in (row.task_id, row.token):
-                known.run = row
-            return known
-    return _explain_lock(selector.name, key)
 
 
 # What is known
 
 
-def _explain_lock(name: str, key: str) -> Why:
-    """Gather what is known of the lock with this name and key; the key can be a queued call's."""
-    locks = _list_locks(key, name)
+def _explain_lock(name: str, key: str, *, only: bool = False) -> Why:
+    """Gather what is known of the lock with this name.
+
+    A name that was cut can belong to several locks: ``only`` the one with this key is meant.
+    """
+    locks = list_held([select(key), select(name)])
     rows, no_history = _read_rows(TaskLockEvent.objects.named(name))
-    if key.startswith(QUEUED):
-        keys = [lock_of_slot(each.key) for each in [*locks, *rows]]
-        key = next((each for each in keys if not each.startswith(QUEUED)), key)
-    # A name that is cut can belong to several locks.
-    locks = [lock for lock in locks if lock.queued or lock.lock_key == key]
-    rows = [row for row in rows if row.key.startswith(QUEUED) or lock_of_slot(row.key) == key]
+    if only and not key.startswith(QUEUED):
+        locks = [lock for lock in locks if lock.queued or lock.lock_key == key]
+        rows = [row for row in rows if row.key.startswith(QUEUED) or lock_of_slot(row.key) == key]
     starving = starvation(name, rows)
     known = _about(name, key, add_states(locks, [each for each in [starving] if each]))
     known.starving = starving
@@ -168,16 +162,6 @@ def _explain_lock(name: str, key: str) -> Why:
         of_task, _no_history = _read_rows(TaskLockEvent.objects.of_task(task))
         known.task_completed = _last_completed(of_task)
     return known
-
-
-def _list_locks(*texts: str) -> list[HeldLock]:
-    """List the locks that one of these texts selects, as far as the cache can list them."""
-    found = {}
-    for text in texts:
-        with suppress(CannotList):
-            for lock in list_held([select(text)]):
-                found[lock.key, lock.token] = lock
-    return [*found.values()]
 
 
 def _explain_task(task: str, locks: list[HeldLock]) -> Why:
@@ -214,14 +198,13 @@ def _note_rows(known: Why, rows: list[TaskLockEvent]) -> None:
         known.within = min(DAY, ago(rows[-1].end))
     met = [row for row in rows if row.is_counted]
     known.conflict = next(iter(met), None)
-    conflicts: Counter[str] = Counter()
     for row in met:
-        result = row.result
+        if ago(row.end) > known.within:
+            break
         if row.kind == "duplicate":
-            result = "duplicates"
-        if ago(row.end) <= known.within:
-            conflicts[result] += row.count
-    known.conflicts = conflicts
+            known.duplicates += row.count
+        else:
+            known.conflicts[row.result] += row.count
     told: set[str] = set()
     for row in rows:
         if not told.issuperset(row.troubles):
@@ -252,10 +235,11 @@ def facts(why: Why) -> Iterator[Fact]:
     if why.starving:
         met = words.plural(why.starving.conflicts, "conflict")
         yield Fact("starving", f"{met} in {duration(why.starving.unmet)}; no run completed")
-    if why.key and len(why.held) == 1:
-        yield from _tell_holder(why, why.held[0])
-    else:
-        yield from _tell_holders(why.held)
+    for lock in why.held[:SHOWN]:
+        yield from _tell_hold(why, lock)
+    if len(why.held) > SHOWN:
+        yield Fact("held", f"and {len(why.held) - SHOWN} more")
+    if not why.no_history:
         yield from _tell_past(why)
     for lock in why.queued:
         yield Fact("queued", _tell_queued(lock))
@@ -267,54 +251,49 @@ def facts(why: Why) -> Iterator[Fact]:
 
 def _tell_run(run: TaskLockEvent) -> str:
     """Say what became of the run, or the call, whose id was asked for."""
+    when = run.end
     if run.is_counted:
-        text = f"{run.holder()}: {words.word(run)} {_ago(run.at)}, {words.reason(run)}"
-    else:
-        text = f"{run.holder()}: {words.word(run)} {_ago(run.end)}"
-    blocker = run.blocked_by_task_id
-    if blocker:
-        text += f", blocked by {blocker}"
+        when = run.at
+    text = f"{run.holder()}: {words.word(run)} {_ago(when)}"
+    if run.is_counted:
+        text += f", {words.reason(run)}"
+    if run.blocked_by_task_id:
+        text += f", blocked by {run.blocked_by_task_id}"
     return text
 
 
-def _tell_holder(why: Why, holder: HeldLock) -> Iterator[Fact]:
-    """Yield who has a lock, what was before, and the commands that end the hold."""
-    yield Fact("held", _tell_state(holder))
-    if holder.state not in WITHOUT_PROCESS:
-        yield Fact("lease", _tell_lease(holder))
-        yield Fact("page", words.task_page(holder.task_id))
-    yield from _tell_past(why)
-    yield from _commands(holder)
-
-
-def _tell_holders(held: list[HeldLock]) -> Iterator[Fact]:
-    """Yield who has the locks of a task, or the slots of a lock; each with its commands."""
-    for lock in held[:SHOWN]:
-        yield Fact("held", f"{lock.name}: {lock.word}, {_tell_state(lock)}")
-        yield from _commands(lock)
-    if len(held) > SHOWN:
-        yield Fact("held", f"and {len(held) - SHOWN} more")
+def _tell_hold(why: Why, lock: HeldLock) -> Iterator[Fact]:
+    """Yield who has a lock, and the commands that end the hold."""
+    text = _tell_state(lock)
+    if len(why.held) > 1 or not why.key:
+        text = f"{lock.name}: {lock.word}, {text}"
+    yield Fact("held", text)
+    if lock.state not in WITHOUT_PROCESS:
+        yield Fact("lease", _tell_lease(lock))
+        yield Fact("page", words.task_page(lock.task_id))
+    if lock.state in RUNNING:
+        yield from _stop_commands(lock)
+    yield Fact("free", _clear_command(lock), is_command=True)
 
 
 def _tell_past(why: Why) -> Iterator[Fact]:
     """Yield what the history knows."""
-    if why.no_history:
-        return
     if why.usual:
-        yield Fact("usual", _tell_usual(why, why.usual))
+        median = words.hold_time(why.usual.median)
+        yield Fact("usual", f"{median}, longest {words.hold_time(why.usual.longest)}")
     yield Fact("conflicts", _tell_conflicts(why))
     yield Fact("completed", _tell_completed(why))
     for row in why.troubles:
-        parts = [f"{' and '.join(row.troubles)} {_ago(row.end)}", str(row.holder())]
-        parts += filter(None, [words.witness(row), row.reason])
-        yield Fact("trouble", ", ".join(parts))
+        yield Fact("trouble", _tell_trouble(row))
 
 
-def _tell_usual(why: Why, usual: UsualHold) -> str:
-    text = f"{words.hold_time(usual.median)}, longest {words.hold_time(usual.longest)}"
-    if why.key and any(lock.state == "slow" for lock in why.held):
-        text += "; this hold is slow"
-    return text
+def _tell_trouble(row: TaskLockEvent) -> str:
+    when = row.end
+    if row.troubles == [RETAKEN] and row.retaken_at:
+        when = row.retaken_at
+    parts = [f"{' and '.join(row.troubles)} {_ago(when)}", str(row.holder())]
+    parts += filter(None, [words.witness(row), row.reason])
+    return ", ".join(parts)
 
 
 def _tell_completed(why: Why) -> str:
@@ -382,15 +361,10 @@ def _tell_lease(lock: HeldLock) -> str:
 
 def _tell_conflicts(why: Why) -> str:
     """Say how many calls met the holders of a lock, or lately found it held."""
-    text = _tell_lately(why)
     if why.key and why.held:
-        count = sum(filter(None, [lock.conflicts for lock in why.held]))
-        if not count:
-            return "none during this hold"
-        text = f"{count} during this hold"
-        waiting = sum(filter(None, [lock.waiting for lock in why.held]))
-        if waiting:
-            text += f", {waiting} waiting"
+        text = _tell_met(why.held)
+    else:
+        text = _tell_lately(why)
     if why.conflict:
         text += f"; the last {_ago(why.conflict.end)}"
         if why.free and why.conflict.blocked_by_task_id:
@@ -398,31 +372,37 @@ def _tell_conflicts(why: Why) -> str:
     return text
 
 
+def _tell_met(held: list[HeldLock]) -> str:
+    """Say how many calls met these holders, and how many of them wait."""
+    count = sum(lock.conflicts for lock in held if lock.conflicts)
+    waiting = sum(lock.waiting for lock in held if lock.waiting)
+    if not count:
+        return "none during this hold"
+    if not waiting:
+        return f"{count} during this hold"
+    return f"{count} during this hold, {waiting} waiting"
+
+
 def _tell_lately(why: Why) -> str:
     """Say what became of the calls that found a lock held."""
-    counts = []
-    for result, count in sorted(why.conflicts.items()):
-        word = result
-        if count == 1:
-            word = result.removesuffix("s")  # of "duplicates": no other word ends with "s"
-        counts.append(f"{count} {word}")
+    counts = [f"{count} {result}" for result, count in sorted(why.conflicts.items())]
+    if why.duplicates:
+        counts.append(words.plural(why.duplicates, "duplicate"))
     if not counts:
         counts.append("none")
     return f"{', '.join(counts)} in the last {duration(why.within)}"
 
 
-def _commands(lock: HeldLock) -> Iterator[Fact]:
-    """Yield what ends a run, and frees its lock; a signal only where the process is seen."""
-    if lock.state in RUNNING:
-        if lock.state == "stopped":
-            yield Fact("continue", f"kill -CONT {lock.pid}  # on {lock.host}", is_command=True)
-        kill = f"kill {lock.pid}  # on {lock.host}"
-        if lock.task_id:
-            yield Fact("stop", words.stop_command(lock.task_id), is_command=True)
-            kill = f"kill -9 {lock.pid}  # on {lock.host}, if it ignores SIGTERM"
-        if lock.alive:
-            yield Fact("stop", kill, is_command=True)
-    yield Fact("free", _clear_command(lock), is_command=True)
+def _stop_commands(lock: HeldLock) -> Iterator[Fact]:
+    """Yield the commands that end a run; a signal only for a process that is seen from here."""
+    if lock.state == "stopped":
+        yield Fact("continue", f"kill -CONT {lock.pid}  # on {lock.host}", is_command=True)
+    kill = f"kill {lock.pid}  # on {lock.host}"
+    if lock.task_id:
+        yield Fact("stop", words.stop_command(lock.task_id), is_command=True)
+        kill = f"kill -9 {lock.pid}  # on {lock.host}, if it ignores SIGTERM"
+    if lock.alive:
+        yield Fact("stop", kill, is_command=True)
 
 
 def _clear_command(lock: HeldLock) -> str:

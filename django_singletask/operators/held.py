@@ -167,7 +167,7 @@ def list_held(selectors: Sequence[Selector] = ()) -> list[HeldLock]:
     if selectors:
         keys = [key for selector in selectors for key in [*selector.keys()]]
         locks = _selected(selectors, read(keys))
-    missed = [each for each in selectors if not (each.is_exact or any(map(each.selects, locks)))]
+    missed = [each for each in selectors if not _is_settled(each, locks)]
     if missed or not selectors:
         seen = {lock.key for lock in locks}
         others = [lock for lock in _read_all() if lock.key not in seen]
@@ -181,6 +181,15 @@ def _selected(selectors: Sequence[Selector], locks: list[HeldLock]) -> list[Held
     if not selectors:
         return locks
     return [lock for lock in locks if any(each.selects(lock) for each in selectors)]
+
+
+def _is_settled(selector: Selector, locks: list[HeldLock]) -> bool:
+    """Say whether the locks that were read under the keys of a text are all that it means."""
+    if selector.is_exact:
+        return True
+    if selector.text in selector.tasks:
+        return False
+    return any(map(selector.selects, locks))
 
 
 def _read_all() -> list[HeldLock]:

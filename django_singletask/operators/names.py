@@ -13,7 +13,7 @@ from django.utils.translation import gettext_lazy as _
 
 from django_singletask.history.queries import NEWEST, NoHistory, reading
 from django_singletask.holder import clean
-from django_singletask.locks.keys import QUEUED, LockKey, name_key
+from django_singletask.locks.keys import QUEUED, LockKey, lock_of_slot, name_key
 from django_singletask.models import TaskLockEvent
 from django_singletask.operators.words import process
 from django_singletask.stores.keys import is_key
@@ -34,9 +34,14 @@ class UnknownName(Exception):
     """Nothing is known by the name that was typed."""
 
     def __init__(self, name: str) -> None:
+        shown = clean(name, 255)
+        task, parenthesis, _arguments = shown.partition("(")
+        hint = str(NOT_RECORDED)
+        if parenthesis and Selector(task).tasks:
+            hint = f"'manage.py locks why {task}' tells what is known of that task."
         super().__init__(
-            f"No lock or task is known as '{clean(name, 255)}'. 'manage.py locks' lists what is "
-            f"held, and 'manage.py locks history' what was. {NOT_RECORDED}"
+            f"No lock or task is known as '{shown}'. 'manage.py locks' lists what is held, and "
+            f"'manage.py locks history' what was. {hint}"
         )
 
 
@@ -85,18 +90,19 @@ class Selector:
         """The keys of the locks with this name in the history, and those of their queued calls."""
         keys: list[str] = []
         with suppress(NoHistory), reading(even_if_off=True):
-            rows = TaskLockEvent.objects.named(self.text).values_list("name", "key", "task")
+            rows = TaskLockEvent.objects.named(self.name).values_list("name", "key", "task")
             for name, key, task in {*rows[:NEWEST]}:
                 # MySQL also finds names that differ in case, in accents, or in spaces at their end.
-                if name == self.text:
+                if name == self.name:
                     keys += [key, LockKey(name, key).beside(QUEUED, task).key]
         return keys
 
     def keys(self) -> list[str]:
         """Return the keys that are read first: the text can be one of them, or their name."""
-        if is_key(self.text):
-            return [self.text]
         keys = self.recorded_keys
+        if is_key(self.text):
+            slots = [key for key in keys if lock_of_slot(key) == self.text]
+            return [self.text, *slots]
         with suppress(ValueError):
             keys = [name_key(self.text).key, *keys]
         return keys

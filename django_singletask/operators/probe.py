@@ -9,7 +9,6 @@ import subprocess
 import sys
 import timeit
 import uuid
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import starmap
@@ -19,7 +18,7 @@ from django.utils.translation import gettext as _
 
 from django_singletask.locks.keys import name_key
 from django_singletask.locks.ref import LockRef
-from django_singletask.operators.held import HeldLock, list_held
+from django_singletask.operators.held import HeldLock, count_states, list_held
 from django_singletask.operators.words import STATES, plural
 from django_singletask.stores import get_store
 from django_singletask.stores.base import CannotList, Store
@@ -110,14 +109,14 @@ TAKEN_AGAIN = frozenset({"held", "slow", "starving"})
 
 def at_stake(locks: Iterable[HeldLock]) -> str:
     """Say in one sentence what becomes of these locks if the cache restarts without its data."""
-    counts = Counter(lock.state for lock in locks)
+    counts = count_states(locks)
     del counts["expired"]  # the cache has lost it already
     taken_again = sum(counts.pop(state, 0) for state in TAKEN_AGAIN)
     parts = []
     if taken_again:
         text = _("{} held: taken again by their processes, unless lock_renew=False")
         parts.append(text.format(taken_again))
-    gone = [f"{count} {STATES[state]}" for state, count in counts.items()]
+    gone = [f"{counts[state]} {word}" for state, word in STATES.items() if counts[state]]
     if gone:
         parts.append(_("gone: {}").format(", ".join(gone)))
     if not parts:
@@ -142,13 +141,11 @@ def look_from_another_process(alias: str, store: Store) -> Finding:
     """Hold a lock and let another process, with the same settings, read it."""
     # The same modules are found there, wherever manage.py is.
     paths = [os.path.abspath(path) for path in sys.path]  # an empty path is this folder
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     with _held(store) as key:
+        program = [sys.executable, "-c", READER, alias, key]
         done = subprocess.run(
-            [sys.executable, "-c", READER, alias, key],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-            capture_output=True,
-            text=True,
-            errors="replace",
+            program, env=environment, capture_output=True, text=True, errors="replace"
         )
     if done.returncode == 0:
         return Finding("ok", "another process sees the lock that this process holds")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from datetime import datetime, timedelta
 from operator import attrgetter
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 from django.utils.timezone import now as django_now
 
 from django_singletask.conf import conf
-from django_singletask.history.queries import FREQUENT, OPEN, reading
+from django_singletask.history.queries import OPEN, reading
 from django_singletask.holder import Holder
 from django_singletask.locks.liveness import proof_of_death
 from django_singletask.log import logger
@@ -29,6 +29,8 @@ from django_singletask.stores import get_store
 
 SCANNED = 20_000
 """Newest rows, at most, among which those are looked for that no index serves."""
+LISTED = 1000
+"""Rows of a window, or with a code, that a list shows at most: more take too long."""
 Window = tuple[datetime | None, datetime | None]
 ALWAYS: Window = (None, None)
 Found = tuple[list[TaskLockEvent], bool]
@@ -51,13 +53,13 @@ def find(
     window = (since, until)
     with reading(even_if_off=True):
         if selectors:
-            parts = [_find(selector, what, window, limit) for selector in selectors]
+            found = [_find(selector, what, window, limit) for selector in selectors]
         else:
-            parts = [_read(TaskLockEvent.objects.newest(), what, window, limit)]
-    rows = {row for part, _complete in parts for row in part}
+            found = [_read(TaskLockEvent.objects.newest(), what, window, limit)]
+    rows = {row for part, _complete in found for row in part}
     newest = sorted(rows, key=attrgetter("happened_at", "pk"), reverse=True)[:limit]
     judge(newest)
-    return newest, all(complete for _part, complete in parts)
+    return newest, all(complete for _part, complete in found)
 
 
 def _find(selector: Selector, what: str, window: Window, limit: int) -> Found:
@@ -68,75 +70,83 @@ def _find(selector: Selector, what: str, window: Window, limit: int) -> Found:
         indexed = [history.of_task(task) for task in selector.tasks]
         indexed.append(history.named(selector.name))
         indexed += [history.filter(task_id=text).newest(), history.filter(ref=text).newest()]
-        parts = [_read(rows, what, window, limit) for rows in indexed]
-        found = [row for part, _complete in parts for row in part]
-        if found:
-            return found, all(complete for _part, complete in parts)
-    scanned, complete = _scan(history.newest(), *window)
-    facts = scanned.values_list("pk", "name", "task", "task_id", "ref", "key", "host", "pid")
-    pks = []
-    for pk, *texts, host, pid in facts:
-        if selector.fits(*texts, host, process(host, pid)):
-            pks.append(pk)
-    found, all_seen = _read(history.filter(pk__in=pks).newest(), what, ALWAYS, limit)
-    return found, complete and all_seen
+        found = [_read(rows, what, window, limit) for rows in indexed]
+        rows = [row for part, _complete in found for row in part]
+        if rows:
+            return rows, all(complete for _part, complete in found)
+    [newest, *others], complete = _parts(history.newest(), what, window)
+    newest, all_seen = newest.newest_of_them(SCANNED)
+    pks: list[int] = []
+    for part in (newest, *others):
+        shown = part.values_list("pk", "name", "task", "task_id", "ref", "key", "host", "pid")
+        meant = [pk for pk, *facts in shown if _fits(selector, *facts)]
+        pks += meant[:limit]
+    return list(history.filter(pk__in=pks)), complete and all_seen
+
+
+def _fits(selector: Selector, name: str, task: str, *facts: Any) -> bool:
+    *ids, host, pid = facts
+    return selector.fits(name, task, *ids, host, process(host, pid))
 
 
 def _read(rows: Any, what: str, window: Window, limit: int) -> Found:
-    rows, complete = of_what(rows, what, *window)
-    return list(rows[:limit]), complete
+    """Return the newest rows of each part."""
+    parts, complete = _parts(rows, what, window)
+    return [row for part in parts for row in part[:limit]], complete
 
 
 def of_what(
     rows: Any, what: str, since: datetime | None = None, until: datetime | None = None
 ) -> tuple[Any, bool]:
-    """Keep the rows that a window has, with this code of ``WORDS``; the newest, if they are many.
+    """Keep the newest rows that a window has, with this code of ``WORDS``.
 
-    The second value is False if not all rows were looked at: no index serves the result of a run or
-    call, so only the newest rows are looked at for it.
+    They are one more than ``LISTED`` at most, unless no window and no code is given. The second
+    value is False if not all rows were looked at.
+    """
+    window = (since, until)
+    if not what and window == ALWAYS:
+        return rows, True
+    parts, complete = _parts(rows, what, window)
+    return rows.newest_of(parts, LISTED + 1), complete
+
+
+def _parts(rows: Any, what: str, window: Window) -> tuple[list[Any], bool]:
+    """Return the parts of the rows that are meant, each the newest first; and whether it is all.
+
+    No index serves the result of a run or call, so only the newest rows are looked at for it.
     """
     if not what:
-        return _in_window(rows, since, until), True
+        return _within(rows, window), True
+    if what in COUNTED:
+        return _within(rows.of_state(what).newest(), window), True
     if what in RESULTS:
         if what in OF_CALLS:
-            rows = rows.of_state("conflict")
-        rows, complete = _scan(rows, since, until)
-        return rows.filter(result=what, outcome__in=("", "released")), complete
-    if what in COUNTED:
-        return _in_window(rows.of_state(what).newest(), since, until), True
+            rows = rows.of_state("conflict").newest()
+        newest, *others = _within(rows, window)
+        newest, complete = newest.newest_of_them(SCANNED)
+        parts = [newest, *others[:-1]]  # the last one are open holds, which have no result
+        ended_so = {"result": what, "outcome__in": ("", "released")}
+        return [part.filter(**ended_so) for part in parts], complete
     codes = [what]
     if what == ANY_TROUBLE:
         codes = [*TROUBLE, RETAKEN]
-    return _of_runs(rows, codes, since, until)
+    parts = [part for code in codes for part in _within(rows.of_trouble(code), window)]
+    # An open hold can be held, dead or expired.
+    [*_others, open_rows] = _within(rows.open(), window)
+    judged = list(open_rows[:OPEN])
+    judge(judged)
+    pks = [row.pk for row in judged if row.state in codes]
+    return [*parts, TaskLockEvent.objects.filter(pk__in=pks).newest()], len(judged) < OPEN
 
 
-def _of_runs(
-    rows: Any, codes: Collection[str], since: datetime | None, until: datetime | None
-) -> tuple[Any, bool]:
-    """Keep the runs whose hold ended in one of these ways; an open hold may have, too."""
-    open_rows = _in_window(rows.open(), since, until)[:OPEN]
-    judge(open_rows)
-    pks = [row.pk for row in open_rows if row.state in codes]
-    for code in codes:
-        ended = _in_window(rows.of_trouble(code), since, until)
-        pks += ended.values_list("pk", flat=True)[:FREQUENT]
-    return TaskLockEvent.objects.filter(pk__in=pks).newest(), len(open_rows) < OPEN
-
-
-def _in_window(
-    rows: Any, since: datetime | None, until: datetime | None, limit: int = FREQUENT
-) -> Any:
+def _within(rows: Any, window: Window) -> list[Any]:
+    """Return the parts of a window: all rows, if it has neither a begin nor an end."""
+    if window == ALWAYS:
+        return [rows]
+    since, until = window
     if since is None:
-        if until is None:
-            return rows
         since = django_now() - timedelta(seconds=LONGEST)
-    return rows.within(since, until, limit)
-
-
-def _scan(rows: Any, since: datetime | None, until: datetime | None) -> tuple[Any, bool]:
-    """Return the newest rows, and whether a window has no others."""
-    scanned: tuple[Any, bool] = _in_window(rows, since, until, SCANNED + 1).newest_of_them(SCANNED)
-    return scanned
+    return list(rows.parts_within(since, until))
 
 
 def judge(rows: Iterable[TaskLockEvent]) -> None:

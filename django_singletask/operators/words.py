@@ -7,6 +7,7 @@ import re
 import shlex
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from itertools import pairwise
 from typing import Any
@@ -50,6 +51,7 @@ WORDS: dict[str, Any] = {
 CELERY_APPS = ("app", "celery", "celery_app")
 """Names that a Celery application usually has in its module."""
 UNITS = {"d": 86_400, "h": 3600, "m": 60, "s": 1}
+NEIGHBOURS = [*pairwise(UNITS.items())]
 # Each unit at most once, the largest first: 1h30m, not 30m1h.
 GRAMMAR = re.compile("".join(f"(?:([0-9]{{1,12}}){unit})?" for unit in UNITS))
 LONGEST = 36_500 * 86_400
@@ -78,7 +80,7 @@ def duration(seconds: float | None) -> str:
     """
     if seconds is None:
         return "-"
-    for (unit, size), (part, smaller) in pairwise(UNITS.items()):
+    for (unit, size), (part, smaller) in NEIGHBOURS:
         if seconds >= size:
             number, left = divmod(int(seconds), size)
             left //= smaller
@@ -171,12 +173,16 @@ def process(host: str, pid: int) -> str:
 
 def place(run: Holder | TaskLockEvent, unknown: str = "-") -> str:
     """Name the process of a run, or else its host."""
-    return process(run.host, run.pid) or run.host or unknown
+    if run.host and run.pid:
+        return process(run.host, run.pid)
+    if run.host:
+        return run.host
+    return unknown
 
 
 def task_page(task_id: str | None) -> str:
     """Return the address of a task's page, as ``SINGLETASK_TASK_URL`` says; empty without one."""
-    address = str(conf.task_url or "")
+    address = str(conf.task_url)
     if not task_id or not TASK_URL.fullmatch(address):
         return ""
     return address.replace("{task_id}", quote(task_id, safe=""))
@@ -184,18 +190,23 @@ def task_page(task_id: str | None) -> str:
 
 def stop_command(task_id: str, *, queued: bool = False) -> str:
     """Return the shell command that stops a running task, or discards a queued call."""
-    app = app_or_default()
-    # Any module of the application will do; the shortest name is that of the package.
-    modules = []
-    for name, module in sys.modules.copy().items():
-        names = getattr(module, "__dict__", {})
-        if name != "__main__" and any(names.get(each) is app for each in CELERY_APPS):
-            modules.append(name)
-    package = min(modules, key=len, default="<app>")
     stop = "terminate SIGTERM"
     if queued:
         stop = "revoke"
-    return f"celery -A {package} control {stop} {shlex.quote(task_id)}"
+    return f"celery -A {app_module()} control {stop} {shlex.quote(task_id)}"
+
+
+def app_module() -> str:
+    """Return the module that has the Celery application: its package, if that has it, too."""
+    app = app_or_default()
+    modules = []
+    for name, module in sys.modules.copy().items():
+        names = getattr(module, "__dict__", {})
+        if any(names.get(each) is app for each in CELERY_APPS):
+            modules.append(name)
+    with suppress(ValueError):
+        modules.remove("__main__")  # no other process can import it
+    return min(modules, key=len, default="<app>")
 
 
 def status(event: TaskLockEvent) -> str:
@@ -204,7 +215,9 @@ def status(event: TaskLockEvent) -> str:
         return event.kind
     if event.outcome == "released" and event.result:
         return event.result
-    return event.outcome or event.state
+    if event.outcome:
+        return event.outcome
+    return event.state
 
 
 def word(event: TaskLockEvent) -> str:

@@ -412,7 +412,7 @@ class Store(ABC):
         try:
             self.add(marker_key(key, value), b"1", lease)
         except LockUnavailable as error:
-            text = "The lock was not freed, because the marker for its holder was not written"
+            text = "The lock was not freed, because the cache refused what tells its holder of it"
             raise NotMarked(f"{text}: {error}") from error.__cause__
         return self.release(key, value) is Outcome.OK
 
@@ -485,8 +485,8 @@ class Store(ABC):
         More entries do no harm.
         """
         raise CannotList(
-            f"The cache {self.cache_alias!r} cannot list its entries: name one lock, or one call "
-            "with its arguments."
+            f"The cache {self.cache_alias!r} cannot list its entries: name one lock, by its name "
+            "or its key."
         )
 
     def purge(self) -> int:

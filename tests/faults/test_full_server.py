@@ -189,7 +189,7 @@ def several(client: Client) -> list[dict[str, Any]]:
     return shown
 
 
-NOT_MARKED = "The lock was not freed, because the marker for its holder was not written: "
+NOT_MARKED = "The lock was not freed, because the cache refused what tells its holder of it: "
 
 
 def held() -> list[dict[str, Any]]:

@@ -98,6 +98,7 @@ def test_a_fixed_lease_ends_when_its_time_is_over(state, ended):
 
     assert lasted(outcome="expired", noticed_at=noticed) == 20
     assert lasted(outcome="lost", ended_at=noticed) == 20
+    assert lasted(outcome="lost", noticed_at=before_now(92), ended_at=noticed) == 8  # forgotten
     assert lasted(outcome="released", ended_at=noticed) == 91  # it was extended
     assert lasted() == (20 if ended else None)
 

@@ -145,7 +145,7 @@ def test_each_question_is_answered_by_an_index(settings, monkeypatch, alias):
     # In a day is more than half of the rows here: to read all of them would be right.
     monkeypatch.setattr(queries, "DAY", datetime.timedelta(minutes=1))
     inside.bound(monkeypatch, "rows of a search", 100)
-    inside.bound(monkeypatch, "runs with an end", 100)
+    inside.bound(monkeypatch, "rows of a list", 100)
     # As many open rows as PostgreSQL expects are no small part of the rows here.
     inside.bound(monkeypatch, "open rows", 100)
     keep_history_in(settings, alias)

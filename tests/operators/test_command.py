@@ -64,9 +64,9 @@ def test_conflicts_are_a_dash_without_history(settings, take):
         (["list", "other"], "No matching lock is held.\n"),
         (["list", "tests.testapp.*"], "No matching lock is held.\n"),
         (["list", tasks.unique.name], "No matching lock is held.\n"),
-        (["--json"], '{"version": 2, "starving": [], "locks": []}\n'),
-        (["list", "--json"], '{"version": 2, "starving": [], "locks": []}\n'),
-        (["--json", "list"], '{"version": 2, "starving": [], "locks": []}\n'),
+        (["--json"], '{"version": 3, "starving": [], "locks": []}\n'),
+        (["list", "--json"], '{"version": 3, "starving": [], "locks": []}\n'),
+        (["--json", "list"], '{"version": 3, "starving": [], "locks": []}\n'),
         (["--starving"], "No lock starves.\n"),
     ],
 )
@@ -315,7 +315,7 @@ def test_unknown_name_is_an_error_of_each_action(take, action, name, hint):
         (["--all"], "No lock is held.\n"),
         (["--dead"], "No lock is held by a dead process.\n"),
         (["--queued"], "No call is queued.\n"),
-        (["--all", "--json"], '{"version": 2, "locks": []}\n'),
+        (["--all", "--json"], '{"version": 3, "locks": []}\n'),
     ],
 )
 def test_clear_without_names_may_find_nothing(arguments, output):
@@ -766,7 +766,7 @@ def test_prune_deletes_old_rows(old, arguments, output, left):
 @pytest.mark.parametrize("dry_run", [True, False])
 def test_prune_as_json(old, dry_run):
     arguments = ["--dry-run"] if dry_run else []
-    facts = {"version": 2, "deleted": 2, "older_than": 30 * 86_400, "dry_run": dry_run}
+    facts = {"version": 3, "deleted": 2, "older_than": 30 * 86_400, "dry_run": dry_run}
     assert locks_as_json("prune", *arguments) == facts
 
 

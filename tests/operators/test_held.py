@@ -4,6 +4,8 @@ import json
 import math
 import os
 import re
+import signal
+import subprocess
 import time
 import tracemalloc
 from contextlib import contextmanager
@@ -21,7 +23,7 @@ from tests.admin_pages import drop_table, gone
 from tests.command_line import ended_process, hold, locks
 from tests.entries import key_of, private_store
 from tests.inside import held_now
-from tests.past_rows import row
+from tests.past_rows import ran, row, skipped
 from tests.servers import Redis
 from tests.testapp import tasks
 
@@ -42,6 +44,16 @@ on_each_family = pytest.mark.parametrize("cache_alias", FAMILIES, indirect=True)
 def memcached(settings, empty_cache):
     settings.SINGLETASK_CACHE = "pymemcache"
     empty_cache("pymemcache")
+
+
+@pytest.fixture
+def stopped_process():
+    """Return what an entry says of a process of this host that stands still."""
+    with subprocess.Popen(["sleep", "600"]) as child:
+        child.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, child.pid, os.WSTOPPED)
+        yield {**inside.this_process(), "pid": child.pid, "start": ""}
+        child.kill()
 
 
 def names(*typed):
@@ -155,7 +167,7 @@ def test_conflicts_are_counted_by_holder(on_redis, take):
     take("other")
     for _ in range(3):
         TaskLock("nightly").acquire()
-    locks = held.with_history(held_now())
+    locks = held.add_conflicts(held_now())
     assert {lock.name: lock.conflicts for lock in locks} == {"nightly": 3, "other": 0}
 
 
@@ -164,18 +176,79 @@ def test_conflicts_with_an_earlier_holder_do_not_count(on_redis, take):
     TaskLock("nightly").acquire()
     first.release()
     take("nightly")
-    assert held.with_history(held_now())[0].conflicts == 0
+    assert held.add_conflicts(held_now())[0].conflicts == 0
 
 
-def test_usual_holds_of_many_names_are_bounded(
-    on_redis, take, monkeypatch, django_assert_num_queries
-):
+# The worst first
+
+
+def seen(*typed):
+    return [(lock.name, lock.state) for lock in held_now(*typed)]
+
+
+def slow(name):
+    """Hold a lock for long, of which five short runs are recorded."""
+    for _ in range(5):
+        ran(5000, 5, name=name)
+    return hold(name=name, token=name, since=time.time() - 600)
+
+
+def test_worst_lock_is_first_and_of_these_the_longest_held(on_redis, stopped_process):
+    now = time.time()
+    hold(name="held", token="1", since=now - 9000)
+    hold(name="hungry", token="2", since=now - 8500)
+    skipped(8000, 60, 40, name="hungry", blocked_by="2")
+    slow("slow")
+    hold(name="stopped", **{**stopped_process, "token": "3", "since": now - 100})
+    hold(name="dead", **{**ended_process(), "token": "4", "since": now - 10})
+    row("run", 7200, name="over", timeout=60)
+    hold(name="queued", key=BESIDE, pid=0, token="5", since=now - 9500)
+    assert seen() == [
+        ("over", "expired"),
+        ("dead", "dead"),
+        ("stopped", "stopped"),
+        ("slow", "slow"),
+        ("hungry", "starving"),
+        ("queued", "queued"),
+        ("held", "held"),
+    ]
+
+
+def test_slow_is_worse_than_starving(on_redis):
+    slow("nightly")
+    skipped(4000, 60, 40, blocked_by="nightly")
+    assert seen() == [("nightly", "slow")]
+
+
+def test_states_that_somebody_should_look_at_are_counted(on_redis):
+    hold(name="held", token="1")
+    slow("one")
+    slow("two")
+    hold(name="dead", **{**ended_process(), "token": "2"})
+    locks = held_now()
+    assert held.summary(locks) == "4 locks: 1 dead, 2 slow"
+    assert held.count_states(locks) == {"held": 1, "dead": 1, "slow": 2}
+
+
+def test_summary_of_good_locks_is_their_number(on_redis, take):
+    take("nightly")
+    assert held.summary(held_now()) == "1 lock"
+
+
+def test_young_hold_costs_no_query_for_what_is_usual(on_redis, take, django_assert_num_queries):
+    take("nightly")
+    locks = held.list_held()
+    with django_assert_num_queries(0):
+        held.add_states(locks, [])
+
+
+def test_usual_holds_of_many_names_are_bounded(on_redis, monkeypatch, django_assert_num_queries):
     inside.bound(monkeypatch, "usual holds", 2)
     for name in "abcd":
-        take(name)
-    locks = held_now()
-    with django_assert_num_queries(3 * 3):  # two of them and the conflicts, each in a savepoint
-        held.with_history(locks)
+        hold(name=name, token=name, since=time.time() - 100)
+    locks = held.list_held()
+    with django_assert_num_queries(2 * 3):  # each in a savepoint
+        held.add_states(locks, [])
 
 
 # Many
@@ -199,15 +272,16 @@ def test_trips_and_statements_of_a_long_list_are_few(many, django_assert_num_que
 
     held_now("feeds")  # the script is loaded
     before = trips()
-    # A savepoint around each question: what is expired, what is usual, six batches of conflicts.
-    with django_assert_num_queries(3 + 3 + (2 + 6)):
-        assert len(held.with_history(held_now())) == 3000
+    # A savepoint around each question: what is expired, what starves, what is usual, and six
+    # batches of conflicts.
+    with django_assert_num_queries(3 + 5 + 3 + (2 + 6)):
+        assert len(held.add_conflicts(held_now())) == 3000
     assert trips() - before <= 5
 
 
 @pytest.mark.only_all("it takes many locks")
 def test_memory_of_a_long_list_is_what_it_shows(many):
-    assert locks().count("\n") == 3001  # what is kept for good is kept by now
+    assert locks().count("\n") == 3002  # what is kept for good is kept by now
     with open(os.devnull, "w") as nowhere:
         tracemalloc.start()
         try:
@@ -224,7 +298,7 @@ def test_memory_of_a_long_list_is_what_it_shows(many):
 def test_locks_are_listed_without_counts_if_the_history_is_off(settings, on_redis, take):
     settings.SINGLETASK_HISTORY = "off"
     take("nightly")
-    [lock] = held.with_history(held_now())
+    [lock] = held.add_conflicts(held_now())
     assert lock.conflicts is None
 
 
@@ -249,7 +323,7 @@ def away(outage):
 def test_locks_are_listed_without_counts_if_the_history_is_away(on_redis, take, outage, caplog):
     take("nightly")
     with away(outage):
-        [lock] = held.with_history(held_now())
+        [lock] = held.add_conflicts(held_now())
     assert lock.conflicts is None
     assert "conflicts cannot be counted" in caplog.text
     assert re.search(OUTAGES[outage], caplog.text)
@@ -341,7 +415,7 @@ def test_characters_of_a_foreign_entry_that_no_database_takes_are_escaped(on_red
     assert lock.name == f"name{escaped}"
     for text in texts:
         assert getattr(lock, text) == f"{text}{escaped}"
-    assert held.with_history([lock])[0].conflicts == 0
+    assert held.add_conflicts([lock])[0].conflicts == 0
 
 
 def test_other_entries_of_the_cache_are_not_listed(on_redis, take):

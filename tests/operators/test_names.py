@@ -22,66 +22,59 @@ pytestmark = [
 UNIQUE = "tests.testapp.tasks.unique"
 
 
-@pytest.mark.parametrize(
-    ("name", "count"),
-    [
-        ("nightly", 1),
-        ("singletask:x:0", 1),
-        # The lock of that name, the call, and its entry while it is queued.
-        (f"{UNIQUE}(key='a')", 3),
-        ("unknown.task(a=1)", 3),
-        (f"{UNIQUE}('a')", 1),
-        (f"{UNIQUE}(", 1),
-        (f"{UNIQUE}(a=open('/etc/passwd'))", 1),
-        ("(" * 250, 1),
-        ("\x00", 0),
-    ],
-)
-def test_number_of_keys_that_a_name_can_mean(name, count):
-    assert len(names.locks_of(name)) == count
-
-
-@pytest.mark.parametrize("name", [f"{UNIQUE}(key='a')", f"{UNIQUE}( key='a' )"])
-def test_call_is_found_by_its_arguments(name):
-    assert tasks.unique.lock("a").key in names.select(name).locks
-
-
-def test_name_of_a_lock_is_one_of_its_names():
-    assert key_of("nightly") in names.select("nightly").locks
-
-
-@pytest.mark.parametrize("name", [UNIQUE, "unique", f"{UNIQUE}(key='a')", "tests.*", "*.unique(*"])
-def test_task_of_the_project_is_known_and_so_are_its_calls(name):
-    assert names.select(name).is_known()
-
-
-@pytest.mark.parametrize("name", ["nightly", "nique", "unknown.task(a=1)", "unknown.*", ""])
-def test_other_names_are_unknown(name):
-    assert not names.select(name).is_known()
+def selected(*typed):
+    return sorted(lock.name for lock in inside.held_now(*typed))
 
 
 def meant(typed):
     return list(names.select(typed).tasks)
 
 
-def test_last_parts_of_the_name_of_a_task_are_enough():
-    ran(60, name="a()", task="other.project.sync")
-    ran(60, name="b()", task="project.sync")
-    assert meant(UNIQUE) == meant("unique") == meant("tasks.unique") == [UNIQUE]
-    assert meant("other.project.sync") == ["other.project.sync"]
-    assert meant("project.sync") == ["project.sync"]
-    assert meant("sync") == ["other.project.sync", "project.sync"]
-    assert meant("nique") == meant("") == []
+# What is listed
+
+
+@pytest.fixture
+def feed():
+    """Let one lock be held about which a list has something to show, and another one."""
+    facts = {"host": "web-9", "pid": 40, "task_id": "5d1c", "token": "t9"}
+    hold(name="shop.tasks.sync(feed=1)", task="shop.tasks.sync", key=key_of("feed"), **facts)
+    hold(name="nightly", token="t1")
 
 
 @pytest.mark.parametrize(
-    "text", ["other.project.sync", "sync", "sync(feed=1)", "*sync*", "web-9", "5d1c", "t9"]
+    "text",
+    [
+        "shop.tasks.sync(feed=1)",
+        "sync(feed=1)",
+        "shop.tasks.sync",
+        "sync",
+        "5d1c",
+        "t9",
+        "web-9",
+        "web-9:40",
+        key_of("feed"),
+    ],
 )
-def test_lock_is_selected_by_what_is_listed(text):
-    hold(name="nightly")
-    facts = {"host": "web-9", "task_id": "5d1c", "token": "t9"}
-    hold(name="other.project.sync(feed=1)", task="other.project.sync", **facts)
-    assert [lock.task for lock in inside.held_now(text)] == ["other.project.sync"]
+def test_lock_is_selected_by_what_is_listed(feed, text):
+    assert selected(text) == ["shop.tasks.sync(feed=1)"]
+
+
+@pytest.mark.parametrize(
+    "text", ["*sync*", "sync*", "*(feed=1)", "web-*:40", "5d*", "shop.*", "…ync(fe…1)", "s…c"]
+)
+def test_pattern_fits_one_of_the_things_that_are_listed(feed, text):
+    assert selected(text) == ["shop.tasks.sync(feed=1)"]
+
+
+@pytest.mark.parametrize("text", ["sync(1)", "sync(feed=2)", "sync( feed=1 )", "ync", "web", "*yn"])
+def test_nothing_that_is_typed_is_parsed_or_completed(feed, text):
+    assert selected(text) == []
+
+
+def test_last_part_is_what_follows_the_modules():
+    hold(name="report v1.2")
+    hold(name="report v1.2(a.b)", token="t2")
+    assert selected("2") == selected("b)") == []
 
 
 @pytest.mark.parametrize(
@@ -96,37 +89,57 @@ def test_name_that_a_table_has_cut_selects_its_lock(shown):
     assert [lock["token"] for lock in locks_as_json("why", shown)["held"]] == ["t32"]
 
 
-def test_cut_name_whose_lock_is_free_is_unknown():
-    ran(60, name="feeds.import_feed(feed_id=32)")
-    with pytest.raises(CommandError, match="No lock or task is known as"):
-        locks("why", "….import_fe…(feed_id=32)")
+def test_key_of_a_lock_means_all_its_slots_and_that_of_a_slot_only_itself():
+    hold(name="pool", key=f"{key_of('pool')}#2", slots=3, token="t2")
+    hold(name="pool", key=f"{key_of('pool')}#3", slots=3, token="t3")
+    for slot in ("", "#2", "#3"):
+        ran(60, name="pool", key=f"{key_of('pool')}{slot}")
+    assert selected(key_of("pool")) == ["pool", "pool"]
+    assert [lock.token for lock in inside.held_now(f"{key_of('pool')}#3")] == ["t3"]
 
 
-def test_lock_that_has_the_name_is_selected_rather_than_those_of_a_task_or_a_host():
-    hold(name="sync")
-    hold(name="a(1)", task="project.sync", host="sync", token="t2")
-    assert [lock.name for lock in inside.held_now("sync")] == ["sync"]
+# One lock, and no other
 
 
-def test_key_or_name_whose_lock_is_free_selects_nothing_else():
-    hold(name="pool", key="singletask:pool:0#2", slots=3)
-    hold(name="alike", key="singletask:alike:1", token="t2")
+def test_name_of_a_lock_means_only_this_lock_whether_or_not_it_is_held():
     hold(name="project.nightly()", task="project.nightly", token="t3", host="nightly")
-    ran(60, name="pool", key="singletask:pool:0")
-    ran(60, name="alike", key="singletask:alike:0")
     ran(60, name="nightly")
-    for text in ("singletask:pool:0#3", "singletask:alike:0", "nightly"):
-        assert inside.held_now(text) == []
-    assert [lock.name for lock in inside.held_now("singletask:pool:0")] == ["pool"]
+    assert selected("nightly") == []
+    hold(name="nightly", key=key_of("nightly"))
+    assert selected("nightly") == ["nightly"]
 
 
-def test_id_is_meant_rather_than_a_task_and_a_task_rather_than_a_host():
-    hold(name="one", token="t1", task_id="x", host="web")
-    hold(name="a.x()", task="a.x", token="t2", host="x")
-    hold(name="a.y()", task="a.y", token="t3", host="x")
-    hold(name="three", token="t4", host="y")
-    for text, name in (("x", "one"), ("y", "a.y()"), ("web", "one")):
-        assert [lock.name for lock in inside.held_now(text)] == [name]
+def test_name_that_is_not_recorded_is_also_what_else_is_listed():
+    hold(name="project.nightly()", task="project.nightly")
+    assert selected("nightly") == ["project.nightly()"]
+
+
+def test_lock_with_the_name_of_a_task_leaves_the_other_locks_of_the_task():
+    hold(name="project.sync", key=key_of("project.sync"), task="project.sync")
+    hold(name="customer:7", task="project.sync", token="t2")
+    ran(60, name="project.sync", task="project.sync")
+    assert selected("project.sync") == ["customer:7", "project.sync"]
+
+
+def test_key_whose_lock_is_free_selects_nothing_else():
+    hold(name="alike", key="singletask:alike:1")
+    ran(60, name="alike", key="singletask:alike:0")
+    assert selected("singletask:alike:0") == []
+
+
+@pytest.mark.needs("mariadb")
+def test_lock_is_not_selected_by_a_name_that_only_a_database_takes_for_its_own(settings):
+    """MariaDB compares texts without their case, and without spaces at their ends."""
+    keep_history_in(settings, "mariadb")
+    for name in ("Nightly", "nightly ", "nightlý"):
+        hold(name=name, key=key_of(name))
+        ran(60, name=name)
+    assert TaskLockEvent.objects.filter(name="nightly").count() == 3
+    assert selected("nightly") == []
+    assert selected("Nightly") == ["Nightly"]
+
+
+# Nothing
 
 
 @pytest.fixture
@@ -139,50 +152,64 @@ def of_nobody():
 
 
 @pytest.mark.parametrize(
-    "text", ["None", "none", "null", "False", "", " ", ".", "-", "unknown", "…", "0", "web-3:None"]
+    "text", ["None", "none", "null", "False", "", " ", ".", "-", "unknown", "0", "web-3:None"]
 )
 def test_text_that_stands_for_nothing_selects_nothing(of_nobody, text):
-    assert inside.held_now(text) == []
+    assert selected(text) == []
 
 
 def test_control_selects_a_lock_without_a_task(of_nobody, monkeypatch):
     """The test above would notice if the text of a missing task were compared."""
 
-    def compare_texts(self, name, task):
+    def compare_texts(self, name, task, *others):
         return f".{task}".endswith(f".{self.text}")
 
-    monkeypatch.setattr(names.Selector, "covers", compare_texts)
-    assert [lock.name for lock in inside.held_now("None")] != []
+    monkeypatch.setattr(names.Selector, "fits", compare_texts)
+    assert selected("None") != []
 
 
-@pytest.mark.needs("mariadb")
-def test_lock_is_not_selected_by_a_name_that_only_a_database_takes_for_its_own(settings):
-    """MariaDB compares texts without their case, and without spaces at their ends."""
-    keep_history_in(settings, "mariadb")
-    for name in ("Nightly", "nightly ", "nightlý"):
-        hold(name=name, key=key_of(name))
-        ran(60, name=name)
-    assert TaskLockEvent.objects.filter(name="nightly").count() == 3
-    assert inside.held_now("nightly") == []
-    assert [lock.name for lock in inside.held_now("Nightly")] == ["Nightly"]
-
-
-def test_error_does_not_repeat_a_huge_name():
+def test_error_names_the_next_step_and_does_not_repeat_a_huge_name():
     with pytest.raises(CommandError) as caught:
         locks("why", "x" * 100_000)
+    assert "'manage.py locks' lists what is held" in str(caught.value)
     assert len(str(caught.value)) < 600
 
 
-def test_lock_that_has_the_name_is_meant_rather_than_a_task_whose_name_ends_so():
-    assert meant("unique") == [UNIQUE]
-    ran(60, name="unique")
-    assert meant("unique") == []
+# What is read
+
+
+def test_locks_that_are_named_are_read_without_those_of_others():
+    for number in range(3):
+        hold(name=f"lock {number}", key=key_of(f"lock {number}"), token=f"t{number}", slots=2)
+    wanted = [key_of("lock 0"), key_of("lock 1")]
+    asked = []
+    with inside.handled("read_many", lambda send, keys: asked.append({*keys}) or send(keys)):
+        assert selected(*wanted) == ["lock 0", "lock 1"]
+    assert asked == [{*wanted}, {f"{key}#2" for key in wanted}]
+
+
+# Tasks
+
+
+def test_last_parts_of_the_name_of_a_task_are_enough():
+    ran(60, name="a()", task="other.project.sync")
+    ran(60, name="b()", task="project.sync")
+    assert meant(UNIQUE) == meant("unique") == meant("tasks.unique") == [UNIQUE]
+    assert meant("other.project.sync") == ["other.project.sync"]
+    assert meant("project.sync") == ["project.sync"]
+    assert meant("sync") == ["other.project.sync", "project.sync"]
+    assert meant("nique") == meant("") == []
+
+
+def test_locks_of_a_task_are_selected_by_a_part_of_its_name():
+    hold(name="customer:7", task=tasks.unique.name)
+    assert selected("tasks.unique") == ["customer:7"]
 
 
 @pytest.mark.only_all("it starts processes")
 def test_tasks_are_imported_where_no_worker_has_done_so():
     program = "import django; django.setup()\nfrom django_singletask.operators import names\n"
-    program += "print(names.tasks_of('unique'))"
+    program += "print([name for name in names.task_names() if name.endswith('.unique')])"
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     )

@@ -229,6 +229,13 @@ def test_index_of_the_admin_leads_to_what_is_held(operator):
     assert finders.find("django_singletask/admin.css")
 
 
+def test_every_page_says_where_it_is(operator):
+    pages = {"": "Held now", "history/": "History", "timeline/?name=nightly": "Lock"}
+    for page, crumb in pages.items():
+        content = content_of(operator, BASE + page).partition('class="breadcrumbs">')[2]
+        assert text_of(content.partition("</div>")[0]) == f"Home › Task locks › Locks › {crumb}"
+
+
 # Held now
 
 

@@ -91,7 +91,8 @@ def printed(arguments: str) -> str:
 
 
 CHANGING = (
-    (r"\d\d-\d\d \d\d:\d\d:\d\d", "at"),
+    (r"(\d\d-\d\d )?\d\d:\d\d:\d\d", "at"),
+    (r"^ +(?=BEGAN|at)", ""),
     (r"[\d.]+ ms", "ms"),
     (r"Cache '\w+'", "cache"),
     (r"127\.0\.0\.1:\d+ database \d", "address"),

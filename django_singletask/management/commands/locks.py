@@ -8,10 +8,10 @@ import os
 import re
 import socket
 import sys
-from collections.abc import Iterable
-from contextlib import nullcontext, suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from datetime import datetime, timedelta
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 from django.core.management.base import BaseCommand, CommandError, CommandParser, no_translations
 from django.utils import timezone
@@ -26,12 +26,12 @@ from django_singletask.management import output
 from django_singletask.models import TaskLockEvent
 from django_singletask.operators import held, words
 from django_singletask.operators.explain import Fact, facts, why
-from django_singletask.operators.held import HOLDING, SAID, cannot_ask
-from django_singletask.operators.names import select
+from django_singletask.operators.held import HOLDING, SAID, HeldLock, cannot_ask
+from django_singletask.operators.names import Selector, UnknownName, select
 from django_singletask.operators.probe import probe
 from django_singletask.operators.recorded import SCANNED, find
 from django_singletask.operators.starving import HOUR, Starving, starving
-from django_singletask.operators.words import WORDS, duration, few, parse_duration, plural
+from django_singletask.operators.words import STATES, WORDS, duration, few, parse_duration, plural
 from django_singletask.stores import get_store
 from django_singletask.stores.keys import PREFIX
 from django_singletask.stores.locmem import LocMemStore
@@ -39,16 +39,20 @@ from django_singletask.stores.locmem import LocMemStore
 __all__ = ["Command"]
 
 ACTIONS = {
-    "list": "List the locks that are held now. This is the default action.",
+    "list": "List the locks that are held now, the worst first. This is the default action.",
     "why": "Explain why one lock is held, or that it is free; or sum up a task.",
     "clear": "Free locks. Their tasks keep running.",
     "history": "List what happened, the latest first.",
     "probe": "Test whether the cache is fit to hold locks.",
     "prune": "Delete old history, in small batches.",
 }
+NAMELESS = {"probe", "prune"}
+"""Actions that take no names."""
+WITHOUT_CACHE = {"history", "prune"}
+"""Actions that work while the cache is away."""
 LOCKS = (
-    "a lock (its name or key), a call such as 'import_feed(feed_id=7)', a task (its name, or the "
-    "last part of it), a task id, a token or a host (not of history); * stands for any text"
+    "what the list shows of a lock: its name, or the last part of it, its task, the task id, the "
+    "host or process (web-3:8121); or its key or token; * stands for any text"
 )
 IN_USE = HOLDING - {"kept"}
 """States in which a lock can be held for too long."""
@@ -56,15 +60,10 @@ FREE = ("lock", "free", "Freed")
 FORGET = ("queued call", "forget", "Forgot")
 """What is cleared, and the words for that."""
 CLOCK = re.compile("[0-9]{1,2}:[0-9]{2}(:[0-9]{2})?")
+Options: TypeAlias = Any
+"""A parser, or a group of its options: ``argparse`` has no public type for both."""
 UNKNOWN = 3
 """Exit code if nothing can be said; Django itself uses 1, for broken settings."""
-
-
-def check_name(text: str) -> str:
-    """Refuse an empty text, as from an unset variable of the shell, broken Unicode, and NUL."""
-    if not text or "\0" in text or text != text.encode(errors="replace").decode():
-        raise argparse.ArgumentTypeError(f"'{clean(text)}' is not a name.")
-    return text
 
 
 def moment(text: str) -> datetime:
@@ -103,6 +102,53 @@ def usage_exit(status: int = 0, message: str | None = None) -> NoReturn:
     sys.exit(0)
 
 
+def add_list_options(parser: Options) -> None:
+    starving = "list the locks whose calls come to nothing: no run has completed for an hour"
+    held_over = "exit with 2 if a lock is held for longer than this"
+    hungry = "exit with 2 if a lock has starved for this long: see --starving"
+    parser.add_argument("--starving", action="store_true", help=starving)
+    parser.add_argument("--fail-if-held-over", type=parse_duration, metavar="1h", help=held_over)
+    parser.add_argument("--fail-if-starving", type=parse_duration, metavar="1h", help=hungry)
+
+
+def add_clear_options(parser: Options) -> None:
+    dead = "free the locks of processes that are proven dead"
+    queued = "forget queued calls instead of freeing locks, so that equal calls can be sent"
+    reason = "why, for the history, which keeps 255 characters"
+    parser.add_argument("--dead", action="store_true", help=dead)
+    parser.add_argument("--all", action="store_true", help="free every lock")
+    parser.add_argument("--queued", action="store_true", help=queued)
+    parser.add_argument("--reason", default="", help=reason)
+    parser.add_argument("--yes", action="store_true", help="do not ask")
+    parser.add_argument("--dry-run", action="store_true", help="only show what would be freed")
+
+
+def add_history_options(parser: Options) -> None:
+    what = "only runs and calls of which the list says this"
+    since = "only what went on after this time ('2026-11-21 14:05', 14:05), or this long ago"
+    until = "only what went on before this time"
+    limit = "print at most this many rows (50)"
+    parser.add_argument("--what", choices=WORDS, help=what)
+    parser.add_argument("--since", type=moment, metavar="2h", help=since)
+    parser.add_argument("--until", type=moment, help=until)
+    parser.add_argument("--limit", type=count, default=50, help=limit)
+
+
+def add_prune_options(parser: Options) -> None:
+    older = "delete rows that are older than this (default: SINGLETASK_HISTORY_DAYS)"
+    parser.add_argument("--older-than", type=parse_duration, metavar="7d", help=older)
+    parser.add_argument("--dry-run", action="store_true", help="only count the rows")
+
+
+ADD_OPTIONS = {
+    "list": add_list_options,
+    "clear": add_clear_options,
+    "history": add_history_options,
+    "prune": add_prune_options,
+}
+"""What adds the options of an action; the other actions have none."""
+
+
 class Alarm(CommandError):
     """What a monitor must know."""
 
@@ -112,6 +158,7 @@ class Command(BaseCommand):
 
     help = "List the locks that are held now, explain one, clear some; read their history."
     requires_system_checks: list[str] = []
+    typed_action = ""
 
     def run_from_argv(self, argv: list[str]) -> None:
         """Run as a separate process, whose output may end early."""
@@ -125,133 +172,97 @@ class Command(BaseCommand):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             sys.exit(128 + 13)  # as if by SIGPIPE; 0 would say that nothing is wrong
 
+    def create_parser(self, *facts: Any, **others: Any) -> CommandParser:
+        """Return a parser that first reads the action, then the options of this action only."""
+        create = super().create_parser
+
+        def parse_args(args: Any = None, namespace: None = None) -> argparse.Namespace:
+            # "--help" must wait until the action is known.
+            finder = create(*facts, add_help=False, **others)
+            found, _rest = finder.parse_known_intermixed_args(args)
+            if found.names and found.names[0] in ACTIONS:
+                self.typed_action = found.names[0]
+            parsed = create(*facts, **others).parse_intermixed_args(args)
+            if self.typed_action:
+                parsed.names.pop(0)
+            return parsed
+
+        parser = create(*facts, **others)
+        parser.parse_args = parse_args  # type: ignore[method-assign, assignment]
+        return parser
+
     def add_arguments(self, parser: CommandParser) -> None:
-        """Add the options; keep the actions and the default of each."""
+        """Add the options of the action that was typed; without one, those of the list."""
         parser.allow_abbrev = False  # "clear --al" must not mean --all
-        # Options may stand between the words, and a wrong one is no alarm.
-        parser.parse_args = parser.parse_intermixed_args  # type: ignore[method-assign]
         parser.exit = usage_exit  # type: ignore[method-assign]
-        parser.add_argument("names", nargs="*", type=check_name, metavar="LOCK", help=LOCKS)
+        names = parser.add_argument("names", nargs="*", metavar="LOCK", help=LOCKS)
         parser.add_argument("--json", action="store_true", help="print JSON")
+        action = self.typed_action
+        if action:
+            parser.description = ACTIONS[action]
+            parser.usage = f"%(prog)s {action} [LOCK ...] [options]"
+            if action in NAMELESS:
+                names.help = argparse.SUPPRESS
+                parser.usage = f"%(prog)s {action} [options]"
+            if action in ADD_OPTIONS:
+                ADD_OPTIONS[action](parser)
+            return
         parser.usage = "%(prog)s [ACTION] [LOCK ...] [options]"
-        groups = {name: parser.add_argument_group(name, what) for name, what in ACTIONS.items()}
-        self.options: list[tuple[str, argparse.Action]] = []
-
-        def add(actions: str, option: str, what: str, **facts: Any) -> None:
-            if not facts:
-                facts = {"action": "store_true"}
-            added = groups[actions.split()[0]].add_argument(option, help=what, **facts)
-            self.options.append((actions, added))
-
-        longer = "exit with 2 if a lock is held for longer than this"
-        hungry = "exit with 2 if a lock has starved for this long: see --starving"
-        queued = "forget queued calls instead of freeing locks, so that identical calls can be sent"
-        older = "delete rows that are older than this (default: SINGLETASK_HISTORY_DAYS)"
-        starve = "list the locks that calls find held, with no run completed, for an hour or more"
-        add("list", "--starving", starve)
-        add("list", "--fail-if-held-over", longer, type=parse_duration, metavar="1h")
-        add("list", "--fail-if-starving", hungry, type=parse_duration, metavar="1h")
-        add("clear", "--dead", "free the locks of processes that are proven dead")
-        add("clear", "--all", "free every lock")
-        add("clear", "--queued", queued)
-        add("clear", "--reason", "why, for the history, which keeps 255 characters", default="")
-        add("clear", "--yes", "do not ask")
-        add("clear or prune", "--dry-run", "only show what would be freed, or be deleted")
-        since = "only what went on after this time ('2026-11-21 14:05', 14:05), or this long ago"
-        add("history", "--what", "only runs and calls of which the list says this", choices=WORDS)
-        add("history", "--since", since, type=moment, metavar="2h")
-        add("history", "--until", "only what went on before this time", type=moment)
-        add("history", "--limit", "print at most this many rows (50)", type=count, default=50)
-        add("prune", "--older-than", older, type=parse_duration, metavar="7d")
+        parser.epilog = "'locks ACTION --help' names the options of an action."
+        for each, what in ACTIONS.items():
+            group = parser.add_argument_group(each, what)
+            if each == "list":
+                add_list_options(group)
 
     @no_translations  # only the words that the admin has, too, are translated
     def handle(self, *args: Any, **options: Any) -> None:
         self.prints_json = options["json"]
-        names = options["names"]
-        action = "list"
-        if names and names[0] in ACTIONS:
-            action = names.pop(0)
+        action = self.typed_action
+        if not action:
+            action = "list"
         try:
-            problem = self.problem_of(action, options)
-            if problem:
-                raise CommandError(problem, returncode=UNKNOWN)
+            check_words(action, options["names"])
+            if action not in WITHOUT_CACHE:
+                check_cache(action)
             getattr(self, action)(options)
+        except UnknownName as error:
+            text = str(error)
+            if not self.typed_action:
+                text += f" The actions are {', '.join(ACTIONS)}."
+            raise CommandError(text, returncode=UNKNOWN) from error
         except (*SAID, LockUnavailable, RuntimeError) as error:
             raise CommandError(clean(cannot_ask(error)), returncode=UNKNOWN) from error
         except KeyboardInterrupt as error:
             text = "Interrupted. What is done is done: run the command again to continue."
             raise CommandError(text) from error
 
-    def problem_of(self, action: str, options: dict[str, Any]) -> str:
-        """Return what does not fit the action, or makes it impossible; empty if all is well."""
-        for actions, option in self.options:
-            if action not in actions and options[option.dest] != option.default:
-                return f"{option.option_strings[0]} is an option of {actions}."
-        names = options["names"]
-        if action in {"probe", "prune"} and names:
-            return f"{action!r} takes no name."
-        if action == "why" and (len(names) != 1 or "*" in names[0]):
-            return (
-                "'why' explains one lock or one task. 'manage.py locks' lists what fits a pattern."
-            )
-        if action == "clear":
-            if options["json"] and not (options["yes"] or options["dry_run"]):
-                return "With --json the command cannot ask you: add --yes or --dry-run."
-            if not (names or options["dead"] or options["queued"] or options["all"]):
-                return (
-                    "Say what to clear: a lock, a call, a task, an id or a host, or --dead, "
-                    "--queued or --all. 'manage.py locks' lists what is held."
-                )
-        if action in {"history", "prune"}:
-            return ""
-        try:
-            store = get_store(conf.cache)
-            store.read(PREFIX)
-        except Exception as error:  # a cache that is set up wrongly has errors of its own
-            return clean(cannot_ask(error))
-        if type(store) is LocMemStore and action != "probe":
-            return (
-                f"SINGLETASK_CACHE = {conf.cache!r} is in local memory: this command cannot see "
-                "the locks of other processes."
-            )
-        return ""
-
     def list(self, options: dict[str, Any]) -> None:
         """Print the locks that are held now; raise :class:`Alarm` if a limit is reached."""
         selectors = [*map(select, options["names"])]
-        locks = held.add_conflicts(held.add_states(held.list_held(selectors)))
+        locks = held.list_held(selectors)
         held.must_be_known(selectors, locks)
-        hungry = list[Starving]()
-        with nullcontext() if options["starving"] else suppress(NoHistory):
-            hungry = starving(HOUR, selectors)
+        hungry = starving_locks(options, selectors)
+        held.add_conflicts(held.add_states(locks, hungry))
+        none = "No lock is held."
+        if selectors:
+            none = "No matching lock is held."
         lines = output.lock_table(locks)
-        none = "lock is held"
         if options["starving"]:
             lines = output.starving_table(hungry)
-            none = "lock starves"
-        if selectors:
-            none = f"matching {none}"
-        self.show({"starving": hungry, "locks": locks}, lines, f"No {none}.")
+            none = none.replace("is held", "starves")
+        counts = held.count_states(locks)
+        states = {state: counts[state] for state in STATES}
+        known = {"states": states, "starving": hungry, "locks": locks}
+        if locks and not (options["json"] or options["starving"]):
+            self.stdout.write(held.summary(locks))
+        self.show(known, lines, none)
         if hungry and not (options["json"] or options["starving"]):
-            number = f"{len(hungry)} locks starve"
+            verb = "starve"
             if len(hungry) == 1:
-                number = "1 lock starves"
-            self.stdout.write(f"{number}: manage.py locks --starving names them.")
-        alarms = []
-        limit = options["fail_if_held_over"]
-        if limit:
-            late = [lock for lock in locks if lock.state in IN_USE and lock.held_for > limit]
-            names = [f"{lock.name} ({duration(lock.held_for)})" for lock in late]
-            if names:
-                alarms.append(f"Held for more than {duration(limit)}: {few(names)}.")
-        limit = options["fail_if_starving"]
-        if limit:
-            names = []
-            for state in starving(limit, selectors):
-                met = plural(state.conflicts, "conflict")
-                names.append(f"{state.name} ({met} in {duration(state.unmet)})")
-            if names:
-                alarms.append(f"Starving for {duration(limit)} or more: {few(names)}.")
+                verb = "starves"
+            number = plural(len(hungry), "lock")
+            self.stdout.write(f"{number} {verb}: manage.py locks --starving names them.")
+        alarms = [*held_alarms(locks, options), *starving_alarms(hungry, options)]
         if alarms:
             raise Alarm(" ".join(alarms), returncode=2)
 
@@ -261,57 +272,33 @@ class Command(BaseCommand):
 
     def clear(self, options: dict[str, Any]) -> None:
         """Show the locks that were asked for, ask, and free them."""
-        queued = options["queued"]
-        dead = options["dead"]
-        dry_run = options["dry_run"]
-        noun, verb, done = FREE
-        if queued:
-            noun, verb, done = FORGET
-        selectors = [*map(select, options["names"])]
-        locks = held.list_held(selectors)
-        held.must_be_known(selectors, locks)
-        chosen = [lock for lock in locks if lock.queued == queued and lock.state != "expired"]
-        if dead:
-            chosen = [lock for lock in chosen if lock.state == "dead"]
-        chosen = held.add_conflicts(held.add_states(chosen))
-        missing = [
-            each.text
-            for each in selectors
-            if not (each.is_pattern or any(map(each.selects, chosen)))
-        ]
-        nothing = _not_there(missing, {lock.state for lock in locks}, queued, dead)
-        if queued and (missing or not chosen):  # the history does not say which calls are queued
-            next(get_store(conf.cache).entries(), None)
-        if missing:
-            raise CommandError(clean(nothing))
+        check_choice(options)
+        chosen, nothing = choose(options)
         if not (chosen and options["json"]):
             self.show({"locks": []}, output.lock_table(chosen), nothing)
         if not chosen:
             return  # nothing was named, so finding nothing is not an error
-        number = plural(len(chosen), noun)
-        if not (options["yes"] or dry_run):
-            confirm(number, queued, dead)
+        noun, verb, done = FREE
+        if options["queued"]:
+            noun, verb, done = FORGET
+        if options["dry_run"]:
+            self.show_freed(chosen, (), f"Would {verb} {plural(len(chosen), noun)}.")
+            return
+        if not options["yes"]:
+            confirm(chosen, options)
         if not logger.hasHandlers():
             logger.setLevel("ERROR")  # the table and the result say what the warnings do
-        to_free = chosen
-        if dry_run:
-            to_free = []
-        freed, refused = held.clear_all(to_free, actor=actor(), reason=options["reason"])
-        result = f"{done} {plural(len(freed), noun)}."
-        if dry_run:
-            result = f"Would {verb} {number}."
+        freed, refused = held.clear_all(chosen, actor=actor(), reason=options["reason"])
+        self.show_freed(chosen, freed, f"{done} {plural(len(freed), noun)}.")
+        if refused:
+            raise not_freed(refused)
+
+    def show_freed(
+        self, chosen: Sequence[HeldLock], freed: Sequence[HeldLock], result: str
+    ) -> None:
         keys = {lock.key for lock in freed}
         rows = [{**output.as_json(lock), "freed": lock.key in keys} for lock in chosen]
         self.show({"locks": rows}, (), result)
-        problems = []
-        for why_not, kept in refused.items():
-            names = ", ".join(lock.name for lock in kept)
-            problems.append(f"Not freed: {names}. {clean(why_not)}")
-        if problems:
-            status = UNKNOWN
-            if refused.keys() == {held.GONE}:
-                status = 1
-            raise CommandError(" ".join(problems), returncode=status)
 
     def history(self, options: dict[str, Any]) -> None:
         selectors = [*map(select, options["names"])]
@@ -365,21 +352,147 @@ class Command(BaseCommand):
         self.stdout.write("\n".join(printed))
 
 
-def confirm(number: str, queued: bool, dead: bool) -> None:
-    """Ask; anything but yes ends the command."""
-    question = f"Free {number}?"
-    if queued:
-        question = (
-            f"Forget {number}? If the broker still has the message, the call runs, and an "
-            "identical call can run at the same time."
+def wrong(text: str) -> CommandError:
+    """Return the error for a command that cannot answer."""
+    return CommandError(text, returncode=UNKNOWN)
+
+
+def check_words(action: str, names: Sequence[str]) -> None:
+    """Refuse words that do not fit the action.
+
+    An empty word comes from an unset variable of the shell; others are broken Unicode.
+    """
+    for name in names:
+        if not name or "\0" in name or name != name.encode(errors="replace").decode():
+            raise wrong(f"'{clean(name)}' is not a name.")
+    if action in NAMELESS and names:
+        raise wrong(f"{action!r} takes no name.")
+    if action == "why":
+        if len(names) != 1:
+            raise wrong("'why' explains one lock or one task: name one.")
+        if "*" in names[0]:
+            raise wrong("'why' takes no pattern: 'manage.py locks' lists what fits one.")
+
+
+def check_cache(action: str) -> None:
+    """Refuse a cache that is away, cannot hold locks, or hides those of other processes."""
+    try:
+        store = get_store(conf.cache)
+        store.read(PREFIX)
+    except Exception as error:  # a cache that is set up wrongly has errors of its own
+        raise wrong(clean(cannot_ask(error))) from error
+    if type(store) is LocMemStore and action != "probe":
+        raise wrong(
+            f"SINGLETASK_CACHE = {conf.cache!r} is in local memory: this command cannot see the "
+            "locks of other processes."
         )
-    elif not dead:
-        question += " What runs keeps running, and a second copy can start meanwhile."
+
+
+def starving_locks(options: dict[str, Any], selectors: Sequence[Selector]) -> list[Starving]:
+    """Return the locks that starve; none without a history, if nobody asked for them."""
+    longer_than = options["fail_if_starving"]
+    is_asked = longer_than is not None or options["starving"]
+    if longer_than is None:
+        longer_than = HOUR
+    try:
+        return starving(longer_than, selectors)
+    except NoHistory:
+        if is_asked:
+            raise
+        return []
+
+
+def held_alarms(locks: Sequence[HeldLock], options: dict[str, Any]) -> Iterator[str]:
+    limit = options["fail_if_held_over"]
+    if limit is None:
+        return
+    late = [lock for lock in locks if lock.state in IN_USE and lock.held_for > limit]
+    if late:
+        names = few([f"{lock.name} ({duration(lock.held_for)})" for lock in late])
+        yield f"Held for more than {duration(limit)}: {names}."
+
+
+def starving_alarms(hungry: Sequence[Starving], options: dict[str, Any]) -> Iterator[str]:
+    limit = options["fail_if_starving"]
+    if limit is None or not hungry:
+        return
+    names = []
+    for each in hungry:
+        met = plural(each.conflicts, "conflict")
+        names.append(f"{each.name} ({met} in {duration(each.unmet)})")
+    yield f"Starving for {duration(limit)} or more: {few(names)}."
+
+
+def check_choice(options: dict[str, Any]) -> None:
+    """Refuse to clear what nobody named, and to ask where nobody can answer."""
+    if options["json"] and not (options["yes"] or options["dry_run"]):
+        raise wrong("With --json the command cannot ask you: add --yes or --dry-run.")
+    if not (options["names"] or options["dead"] or options["queued"] or options["all"]):
+        raise wrong(
+            "Say what to clear: a lock, a task, an id, a host or a process, or --dead, --queued or "
+            "--all. 'manage.py locks' lists what is held."
+        )
+
+
+def choose(options: dict[str, Any]) -> tuple[list[HeldLock], str]:
+    """Return the locks to clear, and the text for the case that there are none.
+
+    Raise an error if one was named that is not there.
+    """
+    selectors = [*map(select, options["names"])]
+    locks = held.list_held(selectors)
+    held.must_be_known(selectors, locks)
+    chosen = []
+    for lock in locks:
+        if lock.queued != options["queued"] or lock.state == "expired":
+            continue
+        if lock.state == "dead" or not options["dead"]:
+            chosen.append(lock)
+    missing = []
+    for selector in selectors:
+        if not (selector.is_pattern or any(map(selector.selects, chosen))):
+            missing.append(selector.text)
+    if options["queued"] and (missing or not chosen):
+        must_list()
+    nothing = not_there(missing, {lock.state for lock in locks}, options)
+    if missing:
+        raise CommandError(clean(nothing))
+    return held.add_conflicts(held.add_states(chosen)), nothing
+
+
+def must_list() -> None:
+    """Raise an error if the cache cannot list the queued calls, since the history cannot either."""
+    next(get_store(conf.cache).entries(), None)
+
+
+def confirm(locks: Sequence[HeldLock], options: dict[str, Any]) -> None:
+    """Ask; anything but yes ends the command."""
+    if options["queued"]:
+        question = (
+            f"Forget {plural(len(locks), 'queued call')}? If the broker still has the message, the "
+            "call runs, and an identical call can run at the same time."
+        )
+    else:
+        question = f"Free {plural(len(locks), 'lock')}?"
+        if not options["dead"]:
+            question += " What runs keeps running, and a second copy can start meanwhile."
     answer = ""
     with suppress(EOFError, KeyboardInterrupt):
         answer = input(f"{question} [y/N] ")
     if answer.strip().lower() not in {"y", "yes"}:
         raise CommandError("Nothing was freed. To skip the question, add --yes.")
+
+
+def not_freed(refused: dict[str, list[HeldLock]]) -> CommandError:
+    """Return the error for locks that are still there, with the reason of each."""
+    problems = []
+    for reason, locks in refused.items():
+        names = ", ".join(lock.name for lock in locks)
+        problems.append(f"Not freed: {names}. {clean(reason)}")
+    status = UNKNOWN
+    if refused.keys() == {held.GONE}:
+        status = 1
+    return CommandError(" ".join(problems), returncode=status)
 
 
 def actor() -> str:
@@ -391,18 +504,20 @@ def actor() -> str:
     return f"{user} on {socket.gethostname()} (manage.py locks)"
 
 
-def _not_there(missing: list[str], states: set[str], queued: bool, dead: bool) -> str:
+def not_there(missing: list[str], states: set[str], options: dict[str, Any]) -> str:
     """Say that what was asked for is not there, and why, where that is known."""
     what = "lock is held"
-    if queued:
+    if options["queued"]:
         what = "call is queued"
-    elif dead:
+    elif options["dead"]:
         what = "lock is held by a dead process"
     text = f"No {what}."
+    if options["names"]:
+        text = f"No matching {what}."
     if missing:
         text = f"No matching {what}: {', '.join(missing)}."
     if "expired" in states:
         text += " An expired lock is not held: there is nothing to free."
-    if "queued" in states and not (queued or dead):
+    if "queued" in states and not (options["queued"] or options["dead"]):
         text += " A call is queued: add --queued to forget it."
     return text
