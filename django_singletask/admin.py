@@ -493,8 +493,8 @@ class TaskLockEventAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
         sort, column, headings = sorting(request.GET.get("sort", ""), COLUMNS, "-trouble")
         rows: Any = self.get_queryset(request)
         tasks = per_task(rows, window, now)
-        tasks.sort(key=lambda each: each.task)
-        tasks.sort(key=lambda each: each.rank(column), reverse=sort != column)
+        tasks.sort(key=lambda each: each.now["task"])
+        tasks.sort(key=lambda each: each.now[column], reverse=sort != column)
         return self.render(
             request,
             "per_task",

@@ -544,6 +544,7 @@ def test_why_of_a_pattern_says_what_to_type():
 
 def test_why_of_a_task_as_json():
     ran(90, 5, task="t", name="t(1)")
+    ran(91, 5, task="t", name="t(2)")
     facts = locks_as_json("why", "t")
     assert (facts["name"], facts["key"], facts["held"], facts["conflicts"]) == ("t", "", [], {})
     assert facts["completed"]["result"] == "returned"

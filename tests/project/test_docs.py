@@ -129,7 +129,7 @@ CONFLICTS = {*ast.literal_eval(POLICIES), "redelivery", "superseded", "outage"}
         ("Outcomes", {*OUTCOMES}),
         ("Results", {*RESULTS}),
         ("Reasons", {*CONFLICTS, "queued", "kept"}),
-        ("States", {*STATES, "slow", "stopped"}),
+        ("States", {*STATES}),
         ("Levels", {"ok", "note", "restart", "warning", "unfit"}),
     ],
 )
