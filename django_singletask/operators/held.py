@@ -287,26 +287,33 @@ def add_conflicts(locks: list[HeldLock]) -> list[HeldLock]:
     if conf.history == "off":
         return locks
     met = Counter[str]()
-    waiting = Counter[str]()
+    waited = Counter[str]()
+    gave_up = Counter[str]()
     try:
         with reading():
             tokens = [lock.token for lock in locks]
-            counts = TaskLockEvent.objects.values_list("blocked_by", "result", "count")
-            for token, result, count in counts.blocked_by(tokens):  # type: ignore[attr-defined]
+            counts = TaskLockEvent.objects.values_list("blocked_by", "reason", "result", "count")
+            for token, reason, result, count in counts.blocked_by(tokens):  # type: ignore[attr-defined]
                 met[token] += count
                 if result == "waiting":
-                    waiting[token] += count
+                    waited[token] += count
+                elif reason in {"wait", "requeue"}:
+                    gave_up[token] += count
     except NoHistory as error:
         logger.warning("The conflicts cannot be counted. %s", error)
         return locks
     for lock in locks:
-        lock.conflicts = met[lock.token]
-        lock.waiting = waiting[lock.token]
+        # A call that waits and then gives up has two conflicts in the history.
+        counted_twice = min(waited[lock.token], gave_up[lock.token])
+        lock.conflicts = met[lock.token] - counted_twice
+        lock.waiting = waited[lock.token] - counted_twice
     return locks
 
 
-def count_states(locks: Iterable[HeldLock]) -> Counter[str]:
-    return Counter(lock.state for lock in locks)
+def count_states(locks: Iterable[HeldLock]) -> dict[str, int]:
+    """Return how many locks are in each state, the worst state first, also 0."""
+    counts = Counter(lock.state for lock in locks)
+    return {state: counts[state] for state in STATES}
 
 
 def summary(locks: Sequence[HeldLock]) -> str:

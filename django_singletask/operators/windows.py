@@ -14,7 +14,6 @@ from django.utils.translation import gettext_lazy
 
 from django_singletask.operators import words
 
-SECOND = timedelta(seconds=1)
 MINUTE = timedelta(minutes=1)
 HOUR = timedelta(hours=1)
 DAY = timedelta(days=1)
@@ -25,9 +24,11 @@ SPANS = {
     "7d": gettext_lazy("7 days"),
 }
 """The time spans up to now that the pages offer."""
+TODAY = ["15m", "1h"]
+"""The spans whose times are clear without a date."""
 LABELS = 7
-STEPS = [SECOND * seconds for seconds in (1, 10, 30, 60, 180, 600, 1800)]
-STEPS += [HOUR * hours for hours in (1, 4, 24, 168, 720, 8760, 240_000)]
+STEPS = [timedelta(seconds=seconds) for seconds in (1, 10, 30, 60, 180, 600, 1800, 3600)]
+STEPS += [timedelta(hours=hours) for hours in (4, 24, 168, 720, 8760, 240_000)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,16 +64,9 @@ class Window:
         """Return the window of the same length that ends where this one starts."""
         return Window(self.start - self.length, self.start)
 
-    def meets(self, begin: datetime, end: datetime) -> bool:
-        """Say whether a part of the time from ``begin`` to ``end`` lies in the window."""
-        if end < self.start:
-            return False
-        return self.until is None or begin <= self.until
-
     def clock_time(self, at: datetime) -> str:
         """Write a time within it, with the date where that is needed."""
-        is_short = self.length < DAY
-        return words.clock_time(at, dated=not (self.span and is_short))
+        return words.clock_time(at, dated=self.span not in TODAY)
 
     def percent(self, at: datetime) -> float:
         return min(100.0, max(0.0, 100 * ((at - self.start) / self.length)))
