@@ -199,7 +199,7 @@ def test_keyboard_focus_shows_what_a_mark_means(browser, operator, locks):
     [sign] = browser.all("a.singletask-cleared.singletask-mark[aria-label*='grace']:has(path)")
     assert not browser.all(tip)
     browser.driver.execute_script("arguments[0].focus()", sign)
-    assert "cleared, by grace" in browser.one(tip).text
+    assert "cleared after 11m, by grace" in browser.one(tip).text
     assert browser.one(tip).is_displayed()
     with browser.another_page():
         sign.send_keys("\n")
