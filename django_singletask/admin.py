@@ -456,54 +456,54 @@ class TaskLockEventAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
     def timeline_view(self, request: HttpRequest) -> HttpResponse:
         """Draw a window of the history; of one lock or task if the address names it."""
         now = timezone.now()
+        form = window_form(request, now, "1h")
         name = request.GET.get("name", "")
         task = request.GET.get("task", "")
+        title: Any = TABS["timeline"]
         if name:
             task = ""
-        form = window_form(request, now)
-        window = form.pop("window") or Window.past("1h", now)
-        known = None
-        unknown = ""
+            title = name
+        elif task:
+            title = task
+        explained = {}
         if name or task:
-            known, unknown = attempt(None, why, name or task)
+            explained = explain(title)
         event = self.get_object(request, request.GET.get("event", ""))
         rows: Any = self.get_queryset(request)
+        drawing = draw(rows, form["window"], now=now, name=name, task=task, event=event)
         return self.render(
             request,
             "timeline",
-            title=name or task or TABS["timeline"],
+            title=title,
             name=name,
             task=task,
-            window=window,
-            known=known,
-            facts=known and facts(known),
-            unknown=unknown,
             event=event,
             spans=SPANS,
             **form,
-            **draw(rows, window, now=now, name=name, task=task, event=event),
+            **explained,
+            **drawing,
         )
 
     @for_viewers
     def per_task_view(self, request: HttpRequest) -> HttpResponse:
         """Sum up each task; the address says of which window, and in which order."""
         now = timezone.now()
-        form = window_form(request, now)
-        window = form.pop("window") or Window.past("24h", now)
+        form = window_form(request, now, "24h")
+        window = form["window"]
         sort, column, headings = sorting(request.GET.get("sort", ""), COLUMNS, "-trouble")
         rows: Any = self.get_queryset(request)
         tasks = per_task(rows, window, now)
         tasks.sort(key=lambda each: each.now["task"])
         tasks.sort(key=lambda each: each.now[column], reverse=sort != column)
+        columns = [(label, *headings[name]) for name, label in COLUMNS.items()]
         return self.render(
             request,
             "per_task",
-            window=window,
             before=window.before(),
             spans=SPANS,
             tasks=tasks,
-            columns=[(label, *headings[name]) for name, label in COLUMNS.items()],
-            **form | {"only": f"&sort={sort}"},
+            columns=columns,
+            **{**form, "only": f"&sort={sort}"},
         )
 
     # The history
@@ -617,14 +617,25 @@ def sorting(
     return order, column, headings
 
 
-def window_form(request: HttpRequest, now: datetime) -> dict[str, Any]:
+def explain(name: str) -> dict[str, Any]:
+    """Return what is known of a lock or a task, or why nothing is."""
+    known, unknown = attempt(None, why, name)
+    if known is None:
+        return {"unknown": unknown}
+    return {"known": known, "facts": facts(known)}
+
+
+def window_form(request: HttpRequest, now: datetime, span: str = "") -> dict[str, Any]:
     """Return what the form for a window needs; a wrong window of the address is a message.
 
-    ``only`` continues the address of a page of the same lock or task.
+    Without a window in the address it is that of the ``span``, if there is one. ``only`` continues
+    the address of a page of the same lock or task.
     """
     window, problem = window_of(request.GET, now)
     if problem:
         messages.warning(request, problem)
+    if window is None and span:
+        window = Window.past(span, now)
     others = [pair for pair in request.GET.items() if pair[0] not in (*WINDOW, "p")]
     only = "".join(f"&{urlencode([pair])}" for pair in others if pair[0] in ("name", "task"))
     return {"window": window, "others": others, "only": only}

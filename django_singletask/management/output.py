@@ -37,7 +37,7 @@ def table(
     *,
     name: int,
     right: Collection[int] = (),
-    spare: int | None = None,
+    spare: int = -1,
 ) -> Iterator[str]:
     """Lay out rows below their heads, and yield the lines; without rows there are none.
 
@@ -64,7 +64,7 @@ def widest(column: Iterable[str]) -> int:
     return max(map(len, column))
 
 
-def fit(columns: dict[int, list[str]], room: int, name: int, spare: int | None) -> None:
+def fit(columns: dict[int, list[str]], room: int, name: int, spare: int) -> None:
     """Make columns fit into so much room.
 
     The modules of the names go first, then the column ``spare``, then the middle of the names, and
@@ -78,8 +78,8 @@ def fit(columns: dict[int, list[str]], room: int, name: int, spare: int | None) 
     if excess() > 0:
         head, *names = columns[name]
         columns[name] = [head, *without_modules(names)]
-    if excess() > 0 and spare is not None:
-        del columns[spare]
+    if excess() > 0:
+        columns.pop(spare, None)
     for number, least in ((name, 24), (max(columns), 8), (name, 10)):
         if excess() > 0:
             wide = widest(columns[number])

@@ -334,7 +334,9 @@ class Command(BaseCommand):
 
     def prune(self, options: dict[str, Any]) -> None:
         """Delete old history, and say how many rows are gone."""
-        seconds = options["older_than"] or conf.history_days * 86_400
+        seconds = options["older_than"]
+        if seconds is None:
+            seconds = conf.history_days * 86_400
         dry_run = options["dry_run"]
         with reading(even_if_off=True):
             if dry_run:
@@ -398,13 +400,12 @@ def check_cache(action: str) -> None:
 def starving_locks(options: dict[str, Any], selectors: Sequence[Selector]) -> list[Starving]:
     """Return the locks that starve; none without a history, if nobody asked for them."""
     longer_than = options["fail_if_starving"]
-    is_asked = longer_than is not None or options["starving"]
     if longer_than is None:
         longer_than = HOUR
     try:
         return starving(longer_than, selectors)
     except NoHistory:
-        if is_asked:
+        if options["starving"] or options["fail_if_starving"]:
             raise
         return []
 
