@@ -14,7 +14,7 @@ variable CI) nothing may be left out.
 --rest              Run only those that are not in the selection.
 --install-services  On Debian and Ubuntu: first install what is missing, with apt the servers, then
                     with pip pylibmc and mysqlclient, which need headers. For all tests also
-                    RabbitMQ and Chromium. apt does not start the servers as services of the system.
+                    RabbitMQ, Chromium and Prometheus. apt does not start the servers as services.
 tests/browser --pictures
                     Make the pictures of the docs again.
 """

@@ -446,14 +446,9 @@ class TaskLockEventAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
             if reason:
                 text += _(" Reason: {}").format(reason)
             self.log_change(request, event, text)
-        names = [lock.name for lock in locks if not lock.queued]
-        if names:
-            text = _("Freed: {}. A task that still runs keeps running.")
-            messages.success(request, text.format(words.few(names)))
-        names = [lock.name for lock in locks if lock.queued]
-        if names:
-            text = _("Forgotten: {}. Identical calls can be sent again.")
-            messages.success(request, text.format(words.few(names)))
+        if locks:
+            names = words.few([lock.name for lock in locks])
+            messages.success(request, _("Cleared: {}.").format(names))
 
     # The timeline, and the tasks
 

@@ -36,6 +36,9 @@ class LockEvent:
       is unknown.
     * ``longest_renewal_gap``: the longest time between two renewals in seconds, or None.
     * ``retaken``: how often the holder has taken its lock again.
+    * ``waited``: for how many seconds the run of ``acquired`` had waited for its lock, in its
+      process or postponed; of a conflict that ``failed`` or was ``skipped``, how long the call had
+      waited in vain.
     * ``quiet``: whether the task has ``lock_history=False``.
     """
 
@@ -62,3 +65,4 @@ class LockEvent:
     held_for: float | None = None
     since: datetime | None = None
     retaken: int = 0
+    waited: float = 0

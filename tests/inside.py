@@ -6,6 +6,7 @@ public names and these; only the tests of one module itself import that module, 
 
 from __future__ import annotations
 
+import argparse
 import inspect
 import math
 import re
@@ -739,6 +740,14 @@ def before_each_clear(monkeypatch: pytest.MonkeyPatch, act: Callable[..., None])
 
 def actions_of_the_command() -> list[str]:
     return [*locks.ACTIONS]
+
+
+def options_of_the_command(action: str) -> dict[str, Any]:
+    """Return the options of one action of the command, and their defaults."""
+    parser = argparse.ArgumentParser(add_help=False)
+    if action in locks.ADD_OPTIONS:
+        locks.ADD_OPTIONS[action](parser)
+    return {option.option_strings[0]: option.default for option in parser._actions}
 
 
 def words_of_the_history() -> list[str]:

@@ -13,6 +13,7 @@ import contextlib
 import functools
 import importlib.util
 import itertools
+import json
 import os
 import pwd
 import shutil
@@ -29,7 +30,9 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from glob import glob
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+from urllib.parse import urlencode
+from urllib.request import urlopen
 
 START_WITHIN = 60
 # Below the range of ports for outgoing connections, so that none of those takes the port of a
@@ -92,6 +95,7 @@ NEEDS = [
 # What is needed only by tests that are not in the default run.
 NEEDS_OF_THE_REST = [
     Need("RabbitMQ", "rabbitmq-server", "rabbitmq", program="rabbitmq-server"),
+    Need("Prometheus", "prometheus", "prometheus", program="prometheus"),
     Need("Chromium", "chromium", "--cask chromium", program="chromium"),
     Need("ChromeDriver", "chromium-driver", "chromedriver", program="chromedriver"),
 ]
@@ -649,6 +653,43 @@ class RabbitMQ(Server):
         }
         texts = {name: str(value) for name, value in variables.items()}
         return {**super()._environment(), **texts}
+
+
+class Prometheus(Server):
+    """Prometheus, which reads the metrics of one port and judges rules five times a second."""
+
+    program = "prometheus"
+
+    def __init__(self, target: int, rules: str) -> None:
+        super().__init__()
+        self.target = target
+        self.rules = rules
+
+    def fill(self, folder: Path) -> None:
+        (folder / "rules.yml").write_text(self.rules)
+        (folder / "prometheus.yml").write_text(
+            "global: {scrape_interval: 200ms, evaluation_interval: 200ms}\n"
+            "rule_files: [rules.yml]\n"
+            "scrape_configs:\n"
+            f"- {{job_name: worker, static_configs: [{{targets: ['127.0.0.1:{self.target}']}}]}}\n"
+        )
+
+    def command(self, folder: Path) -> list[str]:
+        return [
+            self.program,
+            f"--config.file={folder}/prometheus.yml",
+            f"--storage.tsdb.path={folder}/data",
+            f"--web.listen-address=127.0.0.1:{self.port}",
+        ]
+
+    def answers(self) -> bool:
+        return ask(self.port, b"GET /-/ready HTTP/1.0\r\n\r\n").startswith(b"HTTP/1.0 200")
+
+    def query(self, expression: str) -> list[dict[str, Any]]:
+        """Return the series of an expression, each with its labels and its value."""
+        words = urlencode({"query": expression})
+        with urlopen(f"http://127.0.0.1:{self.port}/api/v1/query?{words}") as reply:
+            return json.load(reply)["data"]["result"]
 
 
 def ask(port: int, request: bytes = b"") -> bytes:

@@ -14,7 +14,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from django.core.management import load_command_class
 from django.db.models import Model
 
 from django_singletask import Holder
@@ -110,12 +109,11 @@ def signature(function: Any) -> str:
 
 
 def command() -> Iterator[str]:
-    locks = load_command_class(PACKAGE, "locks")
-    locks.create_parser("manage.py", "locks")
     yield from heading("manage.py locks")
     yield f"actions: {', '.join(inside.actions_of_the_command())}"
-    for actions, option in locks.options:
-        yield f"{option.option_strings[0]} of {actions}, default {option.default!r}"
+    for action in inside.actions_of_the_command():
+        for option, default in inside.options_of_the_command(action).items():
+            yield f"{option} of {action}, default {default!r}"
 
 
 def codes() -> Iterator[str]:

@@ -318,7 +318,7 @@ class TaskLockEventQuerySet(models.QuerySet[Any]):
             tasks.append(last)
         return tasks
 
-    def usual_hold(self, name: str, task: str = "") -> UsualHold | None:
+    def usual_hold(self, name: str, task: str | None = None) -> UsualHold | None:
         """Return how long the last runs of a task, or of a name without a task, held their lock.
 
         Only runs whose body returned are counted. Otherwise a run that hung until it was stopped

@@ -68,6 +68,8 @@ MAX_HELD_BACK = 3
 POLL = 0.05
 """Seconds of the first pause at most; a short wait has shorter ones."""
 MAX_POLL = 0.5
+LONG_WAIT = 1.0
+"""Seconds after which a call that waits tells that it does."""
 TRUST = 0.99
 """The part of a lease that is trusted: the speed of two clocks differs by far less than 1 %."""
 ROUNDING = 0.002
@@ -197,6 +199,11 @@ class Lease:
     """Details of the conflict, for the log and :class:`LockConflict`."""
     has_warned = False
     """Whether an endless wait was logged."""
+    waits_since: float | None = None
+    """Since when the call has waited for the lock; None without a wait. For a message that was
+    postponed, that is the time of its first conflict."""
+    tells_wait_at = math.inf
+    """When to tell that the call waits inside its process."""
 
     def __init__(self, ref: LockRef, length: float, slots: Slots | None = None) -> None:
         self.ref = ref
@@ -223,6 +230,19 @@ class Lease:
         self.ref = self.ref._replace(key=key)
 
     # Taking
+    #
+    # A call that waits inside its process is seen while it does: after a second it tells a
+    # conflict, "waiting", with the holder that it meets then. A short wait tells nothing.
+    #
+    #   held     LONG_WAIT: still held                    taken
+    #   |--------|---------------------------------------|  acquired, waited = all of it
+    #            conflict: waiting                        |  or it gives up:
+    #                                                        conflict: failed, waited = all of it
+    #
+    # So a call that gives up is counted as "waiting" and then as "failed", as one that "requeue"
+    # postpones: each number is one of calls, and only their sum counts a call twice. To count it
+    # only at its end would hide those that wait behind a holder that hangs, and to count it only at
+    # its begin would hide those that fail.
 
     def take(self, wait: float = 0.0) -> Holder | None:
         """Take the entry, waiting up to ``wait`` seconds; return None, or the holder that has it.
@@ -270,6 +290,9 @@ class Lease:
                 if not isinstance(taken, str):
                     if self._free_or_note_blocker(taken, may_free=retries > 0):
                         continue
+                    if sent >= self.tells_wait_at:
+                        self.tells_wait_at = math.inf
+                        self.report_conflict("wait", "waiting")
                     return self.blocker
                 if taken != self.key:
                     self.move_to(taken)
@@ -287,7 +310,10 @@ class Lease:
             self.owe()
             raise
         self.blocker = None
-        self.ref.tell("acquired", self.holder, fixed=not self.renews)
+        waited = 0.0
+        if self.waits_since is not None:
+            waited = self.taken_at - self.waits_since
+        self.ref.tell("acquired", self.holder, fixed=not self.renews, waited=waited)
         return None
 
     def _outer_lease(self) -> Lease | None:
@@ -356,9 +382,14 @@ class Lease:
         if own is not None and own.in_block and (own.renews or own.deadline >= until):
             self.is_behind_itself = True
             return False
-        if clock.now() >= until:
+        now = clock.now()
+        if now >= until:
             self.note_wait(wait)
             return False
+        if self.waits_since is None:
+            self.waits_since = now
+            if wait > LONG_WAIT:
+                self.tells_wait_at = now + LONG_WAIT
         if own is not None and wait == math.inf and not self.has_warned:
             self.has_warned = True
             text = "Endless wait for %s: %s. Only another thread can release it."
@@ -456,6 +487,9 @@ class Lease:
             why = f"{reason}; {self.note}"
         text = "%s is held by %s; policy for %s: %s."
         logger.info(text, self, self.blocker, self.holder, why)
+        waited = 0.0
+        if self.waits_since is not None and result != "waiting":
+            waited = clock.now() - self.waits_since
         self.ref.tell(
             "conflict",
             self.holder,
@@ -463,6 +497,7 @@ class Lease:
             blocker=self.blocker,
             reason=reason,
             result=result,
+            waited=waited,
         )
 
     # Leaving

@@ -270,7 +270,10 @@ class TaskLock:
                 policy = "wait"
             lease.report_conflict(policy, "failed")
             raise lease.conflict(self)
-        lease.report_conflict("skip", "skipped")
+        policy = "skip"
+        if wait:
+            policy = "wait"
+        lease.report_conflict(policy, "skipped")
         if not lease.in_block:
             vars(self).pop("_user", None)
         return False

@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import sys
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from datetime import datetime
 from itertools import pairwise
@@ -19,7 +20,7 @@ from django_singletask.models import RETAKEN, TaskLockEvent
 from django_singletask.operators import words
 from django_singletask.operators.explain import Fact
 from django_singletask.operators.held import HeldLock
-from django_singletask.operators.names import MODULES
+from django_singletask.operators.names import last_part
 from django_singletask.operators.starving import Starving
 
 
@@ -36,7 +37,7 @@ def table(
     *,
     name: int,
     right: Collection[int] = (),
-    spare: int | None = None,
+    spare: int = -1,
 ) -> Iterator[str]:
     """Lay out rows below their heads, and yield the lines; without rows there are none.
 
@@ -63,11 +64,11 @@ def widest(column: Iterable[str]) -> int:
     return max(map(len, column))
 
 
-def fit(columns: dict[int, list[str]], room: int, name: int, spare: int | None) -> None:
+def fit(columns: dict[int, list[str]], room: int, name: int, spare: int) -> None:
     """Make columns fit into so much room.
 
-    The modules that all names have in common go first, then the column ``spare``, then the middle
-    of the names, and the middle of the last column.
+    The modules of the names go first, then the column ``spare``, then the middle of the names, and
+    the middle of the last column.
     """
 
     def excess() -> int:
@@ -77,23 +78,25 @@ def fit(columns: dict[int, list[str]], room: int, name: int, spare: int | None) 
     if excess() > 0:
         head, *names = columns[name]
         columns[name] = [head, *without_modules(names)]
-    if excess() > 0 and spare is not None:
-        del columns[spare]
+    if excess() > 0:
+        columns.pop(spare, None)
     for number, least in ((name, 24), (max(columns), 8), (name, 10)):
         if excess() > 0:
             wide = widest(columns[number])
             columns[number] = shorten(columns[number], max(least, wide - excess()))
 
 
-def without_modules(names: Sequence[str]) -> Sequence[str]:
-    """Return the names without the modules that they have in common."""
-    first = min(names)
-    common = first[: common_length(first, max(names))]
-    # The letter stands for the name of a task after the last module.
-    modules = MODULES.match(f"{common}x")
-    if modules is None:
-        return names
-    return [f"…{name[modules.end() :]}" for name in names]
+def without_modules(names: Sequence[str]) -> list[str]:
+    """Return the names without their modules, if what is left belongs to one name only."""
+    owners = Counter(map(last_part, {*names}))
+    shown = []
+    for name in names:
+        part = last_part(name)
+        if part == name or owners[part] > 1:
+            shown.append(name)
+        else:
+            shown.append(f"…{part}")
+    return shown
 
 
 def common_length(one: str, other: str) -> int:
@@ -219,6 +222,18 @@ def fact_lines(name: str, state: str, known: Iterable[Fact]) -> Iterator[str]:
     for fact in known:
         if fact.text:
             yield f"  {fact.label:<9}  {clean(fact.text)}"
+
+
+def gauges(states: dict[str, int], hungry: Sequence[Starving] | None) -> Iterator[str]:
+    """Yield the lines that Prometheus reads; the codes of states need no escapes."""
+    yield "# HELP singletask_locks Locks and queued calls, by state."
+    yield "# TYPE singletask_locks gauge"
+    for state, number in states.items():
+        yield f'singletask_locks{{state="{state}"}} {number}'
+    if hungry is not None:
+        yield "# HELP singletask_locks_starving Locks that have starved for an hour or more."
+        yield "# TYPE singletask_locks_starving gauge"
+        yield f"singletask_locks_starving {len(hungry)}"
 
 
 VERSION = 3

@@ -242,10 +242,10 @@ def facts(why: Why) -> Iterator[Fact]:
     if not why.no_history:
         yield from _tell_past(why)
     for lock in why.queued:
-        yield Fact("queued", _tell_queued(lock))
+        yield Fact("queued", _named(why, lock, _tell_queued(lock)))
         yield Fact("forget", _clear_command(lock), is_command=True)
     for lock in why.expired:
-        yield Fact("expired", _tell_state(lock))
+        yield Fact("expired", _named(why, lock, _tell_state(lock)))
     yield Fact("history", why.no_history)
 
 
@@ -266,14 +266,21 @@ def _tell_hold(why: Why, lock: HeldLock) -> Iterator[Fact]:
     """Yield who has a lock, and the commands that end the hold."""
     text = _tell_state(lock)
     if len(why.held) > 1 or not why.key:
-        text = f"{lock.name}: {lock.word}, {text}"
-    yield Fact("held", text)
+        text = f"{lock.word}, {text}"
+    yield Fact("held", _named(why, lock, text))
     if lock.state not in WITHOUT_PROCESS:
         yield Fact("lease", _tell_lease(lock))
         yield Fact("page", words.task_page(lock.task_id))
     if lock.state in RUNNING:
         yield from _stop_commands(lock)
     yield Fact("free", _clear_command(lock), is_command=True)
+
+
+def _named(why: Why, lock: HeldLock, text: str) -> str:
+    """Say which lock of a task a text is about; the name of the lock is said already."""
+    if why.key:
+        return text
+    return f"{lock.name}: {text}"
 
 
 def _tell_past(why: Why) -> Iterator[Fact]:

@@ -8,6 +8,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from functools import cache
+from itertools import chain
+from math import inf
 from operator import attrgetter
 from typing import Any
 
@@ -27,7 +29,7 @@ from django_singletask.models import TaskLockEvent, is_over
 from django_singletask.operators.names import Selector, SeveralMeant, UnknownName
 from django_singletask.operators.recorded import find
 from django_singletask.operators.starving import Starving, starving
-from django_singletask.operators.words import STATES, place
+from django_singletask.operators.words import STATES
 from django_singletask.process import Process
 from django_singletask.stores import get_store
 from django_singletask.stores.base import CannotList, Entry, NotMarked
@@ -98,11 +100,6 @@ class HeldLock(Holder):
     def lock_key(self) -> str:
         return lock_of_slot(self.key)
 
-    def mentions(self, text: str) -> bool:
-        """Say whether the lock's name, task, ids or process have a text in them, in any case."""
-        facts = (self.name, self.task, self.task_id, self.token, self.key, place(self, ""))
-        return any(text.lower() in fact.lower() for fact in facts if fact)
-
     @property
     def queued(self) -> bool:
         """Whether this is not a lock, but the entry of a call that stops its duplicates."""
@@ -165,7 +162,7 @@ def list_held(selectors: Sequence[Selector] = ()) -> list[HeldLock]:
     """
     locks: list[HeldLock] = []
     if selectors:
-        keys = [key for selector in selectors for key in [*selector.keys()]]
+        keys = chain.from_iterable(selector.keys() for selector in selectors)
         locks = _selected(selectors, read(keys))
     missed = [each for each in selectors if not _is_settled(each, locks)]
     if missed or not selectors:
@@ -262,24 +259,32 @@ def add_states(locks: list[HeldLock], hungry: Sequence[Starving] | None = None) 
 def _find_slow(locks: list[HeldLock]) -> None:
     """Mark the locks that are held for much longer than is usual.
 
-    Of runs that are all alike, the next is longer than the five before it in one case of six: so
-    the limit is twice the longest. A second instead of a hundredth is nothing to look at. What is
-    usual for a task, or a name without one, costs a query: so only the longest held are looked up.
+    What is usual for a task, or a name without one, costs a query: so only the longest held are
+    looked up.
     """
     usual: dict[str, UsualHold | None] = {}
     for lock in sorted(locks, key=attrgetter("held_for"), reverse=True):
         if lock.held_for <= CLEARLY:
             break
-        owner = lock.task or lock.name
-        if owner not in usual:
-            if len(usual) == USUAL:
-                continue
-            usual[owner] = TaskLockEvent.objects.usual_hold(lock.name, lock.task or "")
-        lock.usual = usual[owner]
-        if lock.usual is None or lock.usual.runs < ENOUGH:
-            continue
-        if lock.held_for > max(2 * lock.usual.longest, lock.usual.median + CLEARLY):
+        owner = lock.name
+        if lock.task:
+            owner = lock.task
+        if owner not in usual and len(usual) < USUAL:
+            usual[owner] = TaskLockEvent.objects.usual_hold(lock.name, lock.task)
+        lock.usual = usual.get(owner)
+        if lock.usual is not None and lock.held_for > limit_of(lock.usual):
             lock.state = "slow"
+
+
+def limit_of(usual: UsualHold) -> float:
+    """Return the seconds after which a hold is slow.
+
+    Of runs that are all alike, the next is longer than the five before it in one case of six: so
+    the limit is twice the longest. A second instead of a hundredth is nothing to look at.
+    """
+    if usual.runs < ENOUGH:
+        return inf
+    return max(2 * usual.longest, usual.median + CLEARLY)
 
 
 def add_conflicts(locks: list[HeldLock]) -> list[HeldLock]:
@@ -287,26 +292,33 @@ def add_conflicts(locks: list[HeldLock]) -> list[HeldLock]:
     if conf.history == "off":
         return locks
     met = Counter[str]()
-    waiting = Counter[str]()
+    waited = Counter[str]()
+    gave_up = Counter[str]()
     try:
         with reading():
             tokens = [lock.token for lock in locks]
-            counts = TaskLockEvent.objects.values_list("blocked_by", "result", "count")
-            for token, result, count in counts.blocked_by(tokens):  # type: ignore[attr-defined]
+            counts = TaskLockEvent.objects.values_list("blocked_by", "reason", "result", "count")
+            for token, reason, result, count in counts.blocked_by(tokens):  # type: ignore[attr-defined]
                 met[token] += count
                 if result == "waiting":
-                    waiting[token] += count
+                    waited[token] += count
+                elif reason in {"wait", "requeue"}:
+                    gave_up[token] += count
     except NoHistory as error:
         logger.warning("The conflicts cannot be counted. %s", error)
         return locks
     for lock in locks:
-        lock.conflicts = met[lock.token]
-        lock.waiting = waiting[lock.token]
+        # A call that waits and then gives up has two conflicts in the history.
+        counted_twice = min(waited[lock.token], gave_up[lock.token])
+        lock.conflicts = met[lock.token] - counted_twice
+        lock.waiting = waited[lock.token] - counted_twice
     return locks
 
 
-def count_states(locks: Iterable[HeldLock]) -> Counter[str]:
-    return Counter(lock.state for lock in locks)
+def count_states(locks: Iterable[HeldLock]) -> dict[str, int]:
+    """Return how many locks are in each state, the worst state first, also 0."""
+    counts = Counter(lock.state for lock in locks)
+    return {state: counts[state] for state in STATES}
 
 
 def summary(locks: Sequence[HeldLock]) -> str:

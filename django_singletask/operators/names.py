@@ -63,7 +63,7 @@ class Selector:
 
     def __init__(self, text: str) -> None:
         self.text = text
-        self.is_pattern = "*" in text or "…" in text
+        self.is_pattern = any(sign in text for sign in "*…")
 
     @cached_property
     def tasks(self) -> list[str]:
@@ -82,7 +82,9 @@ class Selector:
         """The name of the lock with this key, if the text is a key that the history has."""
         if is_key(self.text):
             with suppress(NoHistory), reading(even_if_off=True):
-                return TaskLockEvent.objects.name_of_key(self.text) or self.text
+                name = TaskLockEvent.objects.name_of_key(self.text)
+                if name:
+                    return name
         return self.text
 
     @cached_property
@@ -115,7 +117,9 @@ class Selector:
         """
         if is_key(self.text):
             return True
-        return bool(self.recorded_keys) and self.text not in self.tasks
+        if self.text in self.tasks:
+            return False
+        return bool(self.recorded_keys)
 
     @cached_property
     def _keys(self) -> set[str]:

@@ -111,12 +111,12 @@ def at_stake(locks: Iterable[HeldLock]) -> str:
     """Say in one sentence what becomes of these locks if the cache restarts without its data."""
     counts = count_states(locks)
     del counts["expired"]  # the cache has lost it already
-    taken_again = sum(counts.pop(state, 0) for state in TAKEN_AGAIN)
+    taken_again = sum(counts.pop(state) for state in TAKEN_AGAIN)
     parts = []
     if taken_again:
         text = _("{} held: taken again by their processes, unless lock_renew=False")
         parts.append(text.format(taken_again))
-    gone = [f"{counts[state]} {word}" for state, word in STATES.items() if counts[state]]
+    gone = [f"{count} {STATES[state]}" for state, count in counts.items() if count]
     if gone:
         parts.append(_("gone: {}").format(", ".join(gone)))
     if not parts:

@@ -13,6 +13,7 @@ from celery import Celery, Task
 from celery.app.autoretry import add_autoretry_behaviour
 from celery.exceptions import Ignore, Reject, Retry, SoftTimeLimitExceeded
 
+from django_singletask import clock
 from django_singletask.conf import conf
 from django_singletask.exceptions import LockConflict, LockUnavailable
 from django_singletask.holder import mark_of
@@ -284,6 +285,9 @@ class Delivery:
         lease.origin = here()
         lease.in_block = True
         lease.delivery = weakref.ref(self)
+        if self.header.requeued_at:
+            waited = max(0.0, time.time() - self.header.requeued_at)
+            lease.waits_since = clock.now() - waited
         return lease
 
     def _wait(self) -> float:

@@ -74,7 +74,7 @@ def test_operator_clears_a_lock_and_its_run_goes_on(browser, operator, locks):
     assert "a second copy can start at the same time" in page
     assert f" control terminate SIGTERM {holder.task_id}" in page
     browser.click("Clear")
-    assert "Freed: " in browser.one(".messagelist .success").text
+    assert "Cleared: " in browser.one(".messagelist .success").text
     assert NAME not in browser.texts(".singletask-held tbody th")
     assert not fetch_feed.lock(NEWS).locked()
     cleared = TaskLockEvent.objects.filter(outcome="cleared", name=NAME)

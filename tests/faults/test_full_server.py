@@ -185,7 +185,7 @@ def several(client: Client) -> list[dict[str, Any]]:
         assert inside.store_of("redis").add(key_of(name), record.encode(), 60) is None
     fill(client)
     shown = held()
-    assert [lock["state"] for lock in shown] == ["held", "dead", "held", "dead"]
+    assert [lock["state"] for lock in shown] == ["dead", "dead", "held", "held"]
     return shown
 
 

@@ -49,6 +49,10 @@ def events():
         yield seen
 
 
+def of_kind(events, kind):
+    return [event for event in events if event.kind == kind]
+
+
 class TestWith:
     def test_holds_the_lock_in_the_block(self, cache_alias):
         with TaskLock("nightly") as lock:
@@ -996,6 +1000,62 @@ class TestEvents:
         conflict = next(event for event in events if event.kind == "conflict")
         facts = conflict.reason, conflict.result, conflict.blocked_by
         assert facts == ("skip", "skipped", token)
+
+    @pytest.mark.usefixtures("no_history")
+    @pytest.mark.parametrize("call", ["acquire", "aacquire"])
+    def test_a_call_that_waits_is_reported_while_it_waits(self, events, wait_for, call):
+        """Once, after a second, with the holder that it meets then; its run knows all its wait."""
+        holder, waiting = TaskLock("nightly"), TaskLock("nightly")
+        holder.acquire()
+        ended = threading.Event()
+
+        def wait():
+            if call == "acquire":
+                waiting.acquire(wait=math.inf)
+            else:
+                asyncio.run(waiting.aacquire(wait=math.inf))
+            ended.set()
+            connections.close_all()
+
+        began = time.monotonic()
+        thread = threading.Thread(target=wait)
+        thread.start()
+        conflict = wait_for(lambda: of_kind(events, "conflict"), "it is reported")[0]
+        told_after = time.monotonic() - began
+        assert not ended.is_set()
+        facts = conflict.reason, conflict.result, conflict.blocked_by, conflict.waited
+        assert facts == ("wait", "waiting", holder.token, 0)
+        assert told_after >= 1
+        wait_for(lambda: time.monotonic() - began > 2.2, "it would be reported again")
+        holder.release()
+        thread.join()
+        assert of_kind(events, "conflict") == [conflict]
+        acquired = of_kind(events, "acquired")
+        assert acquired[0].waited == 0
+        assert 2 < acquired[1].waited <= time.monotonic() - began
+        waiting.release()
+
+    @pytest.mark.usefixtures("no_history")
+    def test_a_short_wait_is_not_reported_but_its_run_knows_it(self, events):
+        holder = TaskLock("nightly")
+        holder.acquire()
+        timer = threading.Timer(0.3, holder.release)
+        timer.start()
+        with TaskLock("nightly", wait=30):
+            timer.join()
+        assert of_kind(events, "conflict") == []
+        assert 0.2 < of_kind(events, "acquired")[1].waited < 30
+
+    @pytest.mark.parametrize(("wait", "results"), [(0, [0]), (0.2, [0.2]), (1.2, [0, 1.2])])
+    def test_a_conflict_knows_how_long_the_call_waited_in_vain(self, events, wait, results):
+        with held_elsewhere("nightly"), pytest.raises(LockConflict):
+            TaskLock("nightly", wait=wait).__enter__()
+        conflicts = of_kind(events, "conflict")
+        expected = ["waiting", "failed"][-len(results) :]
+        assert [event.result for event in conflicts] == expected
+        for event, waited in zip(conflicts, results, strict=True):
+            assert waited <= event.waited + 0.05
+            assert event.waited == 0 or waited > 0
 
     def test_a_loss_is_reported_and_logged_once(self, events, caplog):
         with TaskLock("nightly") as lock:

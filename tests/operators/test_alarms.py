@@ -36,8 +36,8 @@ def test_queued_and_expired_are_not_held():
     hold(since=time.time() - 3700, key=inside.queued_key(key_of("nightly"), "t"), pid=0)
     row("run", 7200, name="old", timeout=60)
     output = locks("list", "--fail-if-held-over", "1s")
-    assert " queued " in output
-    assert " expired " in output
+    assert "\nqueued " in output
+    assert "\nexpired " in output
 
 
 def test_alarm_names_a_few_of_many():

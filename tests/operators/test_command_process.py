@@ -41,7 +41,7 @@ def test_list_has_colour_on_a_terminal(take):
     parent, child = pty.openpty()
     try:
         assert run(stdout=child).returncode == 0
-        assert b"\x1b[36;1mLOCK " in os.read(parent, 4096)
+        assert b"\x1b[36;1mSTATE " in os.read(parent, 4096)
     finally:
         os.close(parent)
         os.close(child)
@@ -51,7 +51,7 @@ def test_alarm_exits_with_two():
     hold(since=time.time() - 3665)
     done = run("list", "--fail-if-held-over", "1h")
     assert done.returncode == 2
-    assert done.stdout.startswith("LOCK ")
+    assert done.stdout.startswith("1 lock\nSTATE ")
     assert done.stderr == "Alarm: Held for more than 1h: nightly (1h 01m).\n"
 
 
@@ -114,7 +114,21 @@ def test_options_of_django_stand_on_each_side_of_the_action_which_may_be_missing
 
 
 @pytest.mark.only_all("it starts processes")
-def test_wrong_option_exits_with_three():
-    done = run("list", "--fail-if-held-over", "1")
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["list", "--fail-if-held-over", "1"], "'1' is not a duration"),
+        (["--dead"], "unrecognized arguments: --dead"),
+    ],
+)
+def test_wrong_option_exits_with_three(arguments, message):
+    done = run(*arguments)
     assert done.returncode == 3
-    assert "'1' is not a duration" in done.stderr
+    assert message in done.stderr
+
+
+@pytest.mark.only_all("it starts processes")
+def test_help_exits_with_zero():
+    done = run("history", "--help")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "--since" in done.stdout

@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import subprocess
+import threading
 import time
 import tracemalloc
 from contextlib import contextmanager
@@ -13,9 +14,9 @@ from contextlib import contextmanager
 import pytest
 from django.core.cache import caches
 from django.core.management import CommandError, call_command
-from django.db import connection
+from django.db import connection, connections
 
-from django_singletask import LockUnavailable, TaskLock
+from django_singletask import LockConflict, LockUnavailable, TaskLock
 from django_singletask.models import TaskLockEvent
 from django_singletask.operators import held
 from tests import inside
@@ -227,7 +228,13 @@ def test_states_that_somebody_should_look_at_are_counted(on_redis):
     hold(name="dead", **{**ended_process(), "token": "2"})
     locks = held_now()
     assert held.summary(locks) == "4 locks: 1 dead, 2 slow"
-    assert held.count_states(locks) == {"held": 1, "dead": 1, "slow": 2}
+    counts = held.count_states(locks)
+    assert list(counts) == inside.states_of_a_lock()
+    assert {state: number for state, number in counts.items() if number} == {
+        "dead": 1,
+        "slow": 2,
+        "held": 1,
+    }
 
 
 def test_summary_of_good_locks_is_their_number(on_redis, take):
@@ -501,3 +508,29 @@ def test_look_finds_a_name_that_hides_its_arguments(on_redis):
     name = "feeds.import_feed(#1a2b3c4d)"
     hold(name=name)
     assert names(name) == [name]
+
+
+# Calls that wait
+
+
+def test_a_call_that_waits_inside_its_process_is_counted_until_it_gives_up(on_redis, wait_for):
+    """It has two conflicts in the history, and is one call."""
+    seen = []
+
+    def conflicts():
+        [lock] = held.add_conflicts(held_now("nightly"))
+        return lock.conflicts, lock.waiting
+
+    def wait():
+        seen.append(TaskLock("nightly").acquire(wait=2.5))
+        with pytest.raises(LockConflict):
+            TaskLock("nightly", wait=1.5).__enter__()
+        connections.close_all()
+
+    with TaskLock("nightly"):
+        thread = threading.Thread(target=wait)
+        thread.start()
+        wait_for(lambda: conflicts() == (1, 1), "it waits")
+        assert seen == []
+        thread.join()
+        assert conflicts() == (2, 0)

@@ -347,7 +347,7 @@ def test_entry_with_text_that_no_database_takes_is_shown_and_cleared(operator, f
     if field not in ("start", "task"):
         assert f"a{bad.encode('unicode_escape').decode()}b" in row
     assert "Clear these locks?" in clear_page(operator, holder)
-    assert "Freed: " in clear(operator, holder)
+    assert "Cleared: " in clear(operator, holder)
     assert not inside.has_entry(KEY)
     assert LogEntry.objects.exists()
 
@@ -517,7 +517,7 @@ def test_locks_are_shown_and_cleared_while_the_history_has_no_table(operator):
     assert rows(operator)[0].startswith("nightly held ")
     assert "Clear these locks?" in clear_page(operator, holder)
     content = clear(operator, holder)
-    assert "Freed: nightly." in content
+    assert "Cleared: nightly." in content
     assert "The history cannot be read: ProgrammingError: rel" in content
     assert LogEntry.objects.get().object_repr == "nightly: cleared"
     assert not TaskLock("nightly").locked()
@@ -537,7 +537,7 @@ def test_clear_does_not_mention_a_history_that_is_off(operator, settings):
     holder = put()
     drop_table()
     content = clear(operator, holder)
-    assert "Freed: nightly." in content
+    assert "Cleared: nightly." in content
     assert "cannot be read" not in content
 
 
@@ -610,7 +610,7 @@ def test_clear_frees_the_lock_and_is_recorded(operator, take):
     lock = take()
     response = operator.post(CLEAR, form_of(lock), follow=True)
     assert response.redirect_chain == [(BASE, 302)]
-    assert "Freed: nightly." in response.content.decode()
+    assert "Cleared: nightly." in response.content.decode()
     assert not lock.locked()
     row = TaskLockEvent.objects.get(outcome="cleared")
     assert (row.actor, row.token, row.name) == ("ada", lock.token, "nightly")
@@ -641,7 +641,7 @@ def test_reason_of_a_clearing_is_kept_and_escaped(operator, take):
 def test_the_page_that_asks_counts_the_slots_that_are_held(operator, take):
     first, second = take(slots=3), take(slots=3)
     assert "2 of 3 slots, of which this frees one" in clear_page(operator, second, second.key)
-    assert "Freed: nightly" in clear(operator, second, second.key)
+    assert "Cleared: nightly" in clear(operator, second, second.key)
     assert first.owned()
 
 
@@ -675,7 +675,7 @@ def test_of_two_who_clear_at_once_the_second_is_told(operator, take, monkeypatch
     inside.before_each_clear(monkeypatch, clear_after_grace)
     responses.append(operator.post(CLEAR, form_of(lock), follow=True))
     first, second = (response.content.decode() for response in responses)
-    assert "Freed: nightly" in first
+    assert "Cleared: nightly" in first
     assert "Not freed: singletask:nightly:" in second
     assert TaskLockEvent.objects.get(outcome="cleared").actor == "grace"
     assert LogEntry.objects.get().user.username == "grace"
@@ -714,7 +714,7 @@ def test_page_of_a_queued_call_says_what_it_stops(operator):
 
 def test_queued_call_is_forgotten_once(operator):
     holder = put(key=QUEUED_KEY, pid=0, task="t", task_id="5d1c")
-    assert "Forgotten: nightly. " in clear(operator, holder, QUEUED_KEY)
+    assert "Cleared: nightly." in clear(operator, holder, QUEUED_KEY)
     assert not inside.has_entry(QUEUED_KEY)
     assert f"Not freed: {QUEUED_KEY}. " in clear(operator, holder, QUEUED_KEY)
 
@@ -732,7 +732,7 @@ def test_selected_locks_are_cleared_after_one_question(operator, take):
         assert f'<input type="hidden" name="lock" value="{lock.key} {lock.token}">' in asked
     assert "third" not in asked
     answer = operator.post(CLEAR, {**query_of(first, second), "reason": "deploy"}, follow=True)
-    assert "Freed: " in answer.content.decode()
+    assert "Cleared: " in answer.content.decode()
     assert [lock.locked() for lock in (first, second, third)] == [False, False, True]
     assert LogEntry.objects.count() == TaskLockEvent.objects.filter(reason="deploy").count() == 2
 
@@ -769,7 +769,7 @@ def test_of_the_selected_locks_those_with_another_holder_stay(operator, take):
     with TaskLock("second") as other:
         content = operator.post(CLEAR, query, follow=True).content.decode()
         assert other.owned()
-    assert "Freed: first." in content
+    assert "Cleared: first." in content
     assert f"Not freed: {second.key}." in content
 
 
@@ -783,7 +783,7 @@ def test_all_locks_of_dead_processes_are_cleared_and_no_other(operator, take):
     assert asked.count("singletask-dead") == 3
     assert lock.key not in asked
     content = operator.post(CLEAR, {"dead": "1", "reason": ""}, follow=True).content.decode()
-    assert "Freed: dead" in content
+    assert "Cleared: dead" in content
     assert [held.name for held in inside.held_now()] == ["alive"]
 
 
@@ -799,7 +799,7 @@ def test_clear_of_all_dead_names_those_that_it_could_not_free(operator, monkeypa
     inside.before_each_clear(monkeypatch, take_over)
     content = operator.post(CLEAR, {"dead": "1", "reason": ""}, follow=True).content.decode()
     assert other.owned()
-    assert "Freed: dead 1." in content
+    assert "Cleared: dead 1." in content
     assert f"Not freed: {other.key}. The holder that was shown no longer has the lock" in content
 
 

@@ -5,7 +5,9 @@ import re
 import pytest
 
 from django_singletask.management import output
+from tests import inside
 from tests.command_line import hold, locks
+from tests.entries import key_of
 from tests.past_rows import ran, row, skipped
 
 pytestmark = [
@@ -27,8 +29,68 @@ def test_list_fits_eighty_columns(char):
     hold(name=char * 255, host=char * 255, token="1")
     hold(name="nightly", token="2", since=1)
     lines = locks().splitlines()
-    assert len(lines) == 3
+    assert len(lines) == 4
     assert 79 <= max(map(len, lines)) <= 80
+
+
+def names_of(output):
+    """Return the column of names."""
+    lines = output.splitlines()[2:]
+    return [re.split(r"  +", line)[1] for line in lines]
+
+
+@pytest.fixture
+def alike():
+    """Hold eight locks whose names differ in the middle."""
+    for number in range(8):
+        name = f"shop.tasks.cooldown_many(customer_id={number}, currency='EUR', seconds=0.1)"
+        hold(name=name, token=str(number))
+
+
+def test_names_that_are_cut_differ(alike):
+    hold(name="shop.tasks.bill()", host="web-production-7d5f9c-x2v9k", token="long host")
+    names = names_of(locks())
+    assert len({*names}) == 9
+    for number in range(8):
+        assert any(f"={number}" in name for name in names)
+
+
+def test_name_that_is_cut_selects_its_lock(alike):
+    for name in names_of(locks()):
+        assert len(names_of(locks(name))) == 1
+
+
+def test_modules_are_cut_first_and_then_the_lease():
+    call = "import_feed(number=1, kind='daily')"
+    hold(name=f"a.package.of.tasks.{call}", token="1")
+    head, line = locks().splitlines()[1:]
+    assert f"  …{call}" in line
+    assert "LEASE" not in head
+    hold(name="a.package.of.tasks.sync()", token="2")
+    assert "  …sync()" in locks()
+
+
+def test_modules_that_differ_stay():
+    hold(name=f"a.package.of.a.project.one.sync({'x' * 40})", token="1")
+    hold(name=f"a.package.of.a.project.two.sync({'x' * 40})", token="2")
+    one, two = sorted(names_of(locks()))
+    assert ".one." in one
+    assert ".two." in two
+
+
+def test_column_stays_that_has_room():
+    hold(name="shop.tasks.sync()")
+    head, line = locks().splitlines()[1:]
+    assert " LEASE " in head
+    assert " shop.tasks.sync() " in line
+
+
+def test_state_is_never_cut():
+    key = inside.queued_key(key_of("nightly"), "t")
+    hold(name="x" * 200, host="h" * 200, slots=1000)
+    hold(name="y" * 200, key=key, pid=0, task_id="z" * 200, token="2")
+    states = {line.partition("  ")[0] for line in locks().splitlines()[2:]}
+    assert states == {"held (1 of 1000)", "queued"}
 
 
 @pytest.mark.parametrize("char", ["x", "\x1b"])
@@ -52,19 +114,12 @@ def test_without_a_terminal_nothing_is_cut(monkeypatch):
     monkeypatch.undo()
     monkeypatch.setenv("COLUMNS", "80")
     hold(name="x" * 200, host="h" * 200)
-    assert re.search(r"^x{200}  held .*  h{200}:8121$", locks(), re.MULTILINE)
+    assert re.search(r"^held   x{200}  .*  h{200}:8121$", locks(), re.MULTILINE)
 
 
 def test_function_and_end_of_a_long_name_are_shown():
     hold(name=f"feeds.tasks.import_feed(feed_url='https://example.org/{'x' * 90}/7.xml')")
-    assert re.search(r"^\S+import_fe\S*…x+/7\.xml'\)  ", locks(), re.MULTILINE)
-
-
-def test_modules_of_a_long_name_are_cut_first():
-    hold(name="a.package.of.a.project.tasks.import_feed(number=7)")
-    line = locks().splitlines()[1]
-    assert re.match(r"…\S*tasks\.import_feed\(number=7\)  held ", line)
-    assert len(line) == 80
+    assert re.search(r"^held   …import_feed\S*…x+/7\.xml'\)  ", locks(), re.MULTILINE)
 
 
 @pytest.mark.parametrize("place", ["name", "host"])
@@ -74,4 +129,4 @@ def test_modules_of_a_long_name_are_cut_first():
 def test_control_characters_are_escaped(place, evil):
     hold(**{place: f"a{evil}b"})
     escaped = evil.encode("unicode_escape").decode()
-    assert f"a{escaped}b" in locks().splitlines()[1]
+    assert f"a{escaped}b" in locks().splitlines()[2]

@@ -32,6 +32,7 @@ def outputs(on_redis: None, settings: Any) -> dict[str, Any]:
         found["why"] = locks_as_json("why", lock.name)
         found["clear"] = locks_as_json("clear", lock.name, "--yes")
         found["history"] = locks_as_json("history")
+    found["metrics"] = locks_as_json("metrics")
     found["probe"] = locks_as_json("probe")
     found["prune"] = locks_as_json("prune")
     return found

@@ -26,6 +26,7 @@ from tests.deliveries import (
     receive,
     refuse,
 )
+from tests.entries import listening
 from tests.inside import READS, WAITS, dropped, postponed
 from tests.testapp import tasks
 
@@ -587,6 +588,18 @@ class TestRequeue:
                 receive(tasks.requeue, "a", header=header)
         assert since == pytest.approx(time.time(), abs=60)
         assert len(sent) == 2
+
+    def test_the_wait_counts_from_the_first_conflict(self, sent):
+        """Of a run that gets its lock, and of a call that gives up."""
+        header = {"options": {"lock_wait": 30}, "requeued_at": time.time() - 20}
+        with listening() as events:
+            assert receive(tasks.requeue, "a", header=header) == "ran"
+            header["requeued_at"] -= 20
+            with held_by("another", task=tasks.requeue), pytest.raises(LockConflict):
+                receive(tasks.requeue, "a", header=header)
+        waited = {event.kind: event.waited for event in events if event.task_id == "mine"}
+        assert waited["acquired"] == pytest.approx(20, abs=10)
+        assert waited["conflict"] == pytest.approx(40, abs=10)
 
     def test_the_last_hop_ends_with_lock_wait(self, sent):
         header = {"options": {"lock_wait": 0.3}, "hops": 9}

@@ -6,6 +6,7 @@ from contextlib import ExitStack
 
 import pytest
 
+from django_singletask.models import TaskLockEvent
 from tests.deadline import wait_for
 from tests.testapp import log, tasks
 from tests.worker.harness import burst, get
@@ -47,11 +48,15 @@ def test_requeue_in_a_burst_runs_all_one_at_a_time(worker, key):
 def test_wait_runs_when_the_lock_is_free(worker, key):
     first, _ = worker.run(tasks.wait, key)
     second = worker.send(tasks.wait, key)
-    wait_for(lambda: f"{second.id}] received" in worker.text(), "it waits")
+    rows = TaskLockEvent.objects.filter(task_id=second.id)
+    waiting = wait_for(rows.filter(result="waiting").first, "the history says that it waits")
+    assert waiting.blocked_by_task_id == first.id
     worker.end(key)
     assert [get(first), get(second)] == ["ran", "ran"]
     assert worker.overlaps() == 0
     assert "LockConflict" not in worker.text()
+    run = wait_for(rows.filter(kind="run").first, "its run is recorded")
+    assert 1 <= run.waited < 30
 
 
 @pytest.mark.only_all("shown on another cache", "redis")

@@ -31,7 +31,7 @@ from django_singletask.operators.names import Selector, UnknownName, select
 from django_singletask.operators.probe import probe
 from django_singletask.operators.recorded import SCANNED, find
 from django_singletask.operators.starving import HOUR, Starving, starving
-from django_singletask.operators.words import STATES, WORDS, duration, few, parse_duration, plural
+from django_singletask.operators.words import WORDS, duration, few, parse_duration, plural
 from django_singletask.stores import get_store
 from django_singletask.stores.keys import PREFIX
 from django_singletask.stores.locmem import LocMemStore
@@ -43,10 +43,11 @@ ACTIONS = {
     "why": "Explain why one lock is held, or that it is free; or sum up a task.",
     "clear": "Free locks. Their tasks keep running.",
     "history": "List what happened, the latest first.",
+    "metrics": "Count the locks in each state, in the text format of Prometheus.",
     "probe": "Test whether the cache is fit to hold locks.",
     "prune": "Delete old history, in small batches.",
 }
-NAMELESS = {"probe", "prune"}
+NAMELESS = {"metrics", "probe", "prune"}
 """Actions that take no names."""
 WITHOUT_CACHE = {"history", "prune"}
 """Actions that work while the cache is away."""
@@ -250,9 +251,7 @@ class Command(BaseCommand):
         if options["starving"]:
             lines = output.starving_table(hungry)
             none = none.replace("is held", "starves")
-        counts = held.count_states(locks)
-        states = {state: counts[state] for state in STATES}
-        known = {"states": states, "starving": hungry, "locks": locks}
+        known = {"states": held.count_states(locks), "starving": hungry, "locks": locks}
         if locks and not (options["json"] or options["starving"]):
             self.stdout.write(held.summary(locks))
         self.show(known, lines, none)
@@ -313,6 +312,14 @@ class Command(BaseCommand):
             )
         self.show({"rows": rows}, output.history_table(rows), "The history has no matching row.")
 
+    def metrics(self, options: dict[str, Any]) -> None:
+        """Print how many locks are in each state, and how many starve, if the history says so."""
+        hungry = None
+        with suppress(NoHistory):
+            hungry = starving()
+        states = held.count_states(held.add_states(held.list_held(), hungry))
+        self.show({"states": states, "starving": hungry}, output.gauges(states, hungry))
+
     def probe(self, options: dict[str, Any]) -> None:
         """Print whether the cache can hold locks; exit with 1 if it cannot."""
         result = probe(conf.cache)
@@ -327,7 +334,9 @@ class Command(BaseCommand):
 
     def prune(self, options: dict[str, Any]) -> None:
         """Delete old history, and say how many rows are gone."""
-        seconds = options["older_than"] or conf.history_days * 86_400
+        seconds = options["older_than"]
+        if seconds is None:
+            seconds = conf.history_days * 86_400
         dry_run = options["dry_run"]
         with reading(even_if_off=True):
             if dry_run:
@@ -391,13 +400,12 @@ def check_cache(action: str) -> None:
 def starving_locks(options: dict[str, Any], selectors: Sequence[Selector]) -> list[Starving]:
     """Return the locks that starve; none without a history, if nobody asked for them."""
     longer_than = options["fail_if_starving"]
-    is_asked = longer_than is not None or options["starving"]
     if longer_than is None:
         longer_than = HOUR
     try:
         return starving(longer_than, selectors)
     except NoHistory:
-        if is_asked:
+        if options["starving"] or options["fail_if_starving"]:
             raise
         return []
 
