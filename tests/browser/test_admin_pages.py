@@ -106,7 +106,8 @@ def test_history_is_filtered_searched_and_linked(browser, operator, locks):
     browser.click("History")
     assert browser.texts(".singletask-tabs [aria-current]") == ["History"]
     browser.picture("history")
-    browser.click("lost")
+    browser.one("select[name=what] option[value=lost]").click()
+    browser.click("Filter")
     [row] = browser.texts("#result_list tbody .field-what")
     assert "gone from the cache" in row
     browser.open(f"history/?q={past.FEED.format('sports')}&what=conflict")
