@@ -510,6 +510,12 @@ def test_free_lock_is_explained_by_what_the_history_shows_of_it(text):
             why(text)
 
 
+def test_host_with_several_locks_of_one_task_explains_the_task():
+    for feed, host in ((1, "web-3"), (2, "web-3"), (3, "web-4")):
+        hold_elsewhere(name=f"{TASK}(feed_id={feed})", key=f"singletask:{feed}", host=host)
+    assert explained("web-3").startswith(f"{TASK}: 3 locks held\n")
+
+
 def test_host_with_locks_of_several_tasks_asks_for_one():
     hold_elsewhere()
     hold_elsewhere(name="nightly", key=key_of("nightly"), task=None, token="n")
