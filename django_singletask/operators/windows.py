@@ -27,8 +27,10 @@ SPANS = {
 TODAY = ["15m", "1h"]
 """The spans whose times are clear without a date."""
 LABELS = 7
-STEPS = [timedelta(seconds=seconds) for seconds in (1, 10, 30, 60, 180, 600, 1800, 3600)]
-STEPS += [timedelta(hours=hours) for hours in (4, 24, 168, 720, 8760, 240_000)]
+SECONDS = [1, 10, 30, 60, 180, 600, 1800, 3600, 14_400]
+"""Lengths of steps between two labels; the longer ones are days."""
+STEPS = [timedelta(seconds=length) for length in SECONDS]
+STEPS += [timedelta(days=days) for days in (1, 7, 30, 365, 10_000)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,13 +96,13 @@ def window_of(query: Mapping[str, str], now: datetime) -> tuple[Window | None, s
 
     Only ``from`` is up to now, only ``to`` is the hour before.
     """
-    texts = [query.get(name, "").strip() for name in ("from", "to")]
-    if not any(texts):
+    first = query.get("from", "").strip()
+    last = query.get("to", "").strip()
+    if not first and not last:
         span = query.get("range", "")
         if span in SPANS:
             return Window.past(span, now), ""
         return None, ""
-    first, last = texts
     try:
         end = now
         if last:
@@ -110,9 +112,9 @@ def window_of(query: Mapping[str, str], now: datetime) -> tuple[Window | None, s
             start = words.to_moment(first)
         start = max(start, now - STEPS[-1])
     except (ValueError, OverflowError):
-        text = _("{} is not a time: write it as {}.")
-        typed = repr(" … ".join(filter(None, texts)))
-        return None, text.format(typed, f"{words.to_local(now):%Y-%m-%dT%H:%M}")
+        typed = f"{first} {last}".strip()
+        example = f"{words.to_local(now):%Y-%m-%dT%H:%M}"
+        return None, _("{} is not a time: write it as {}.").format(repr(typed), example)
     if start < end:
         return Window(start, end), ""
     text = _("The window must end after it begins: write a time after {} into the second field.")

@@ -177,6 +177,15 @@ def test_each_event_is_listed_once_the_newest_first():
     assert [each.event.name for each in drawn().drawn] == ["other", "nightly"]
 
 
+def test_open_hold_that_has_expired_is_a_sign_and_no_hold_of_now():
+    hold(30, timeout=60)
+    assert marks() == [
+        ("bar", "expired", "50.00%", "50.00%"),
+        ("sign", "expired", "99.70%", "0.30%"),
+    ]
+    assert texts() == ["expired"]
+
+
 def test_window_in_the_past_shows_what_met_it():
     hold(90, 50)
     hold(45, 10, name="after")
