@@ -68,11 +68,6 @@ class Holder(Process):
     @lru_cache(maxsize=64)
     def decode(cls, value: bytes) -> Holder:
         """Read a record. Bytes of another origin become :data:`UNKNOWN`."""
-        return cls.decode_once(value)
-
-    @classmethod
-    def decode_once(cls, value: bytes) -> Holder:
-        """Read one of many records, none of which is read again soon."""
         if len(value) > LARGEST:
             return UNKNOWN
         try:

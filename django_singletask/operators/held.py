@@ -396,7 +396,7 @@ def read(keys: Iterable[str] | None = None) -> list[HeldLock]:
         return {**vars(process), **judged}, is_stopped(process)
 
     for key, entry in _entries(keys):
-        holder = Holder.decode_once(entry.value)
+        holder = Holder.decode(entry.value)
         known, stopped = facts_of(*PROCESS(holder))
         facts = {**vars(holder), **known}
         lock = HeldLock(**facts, key=key, state="held", remaining=entry.remaining)
