@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 TIMES = 5
 LIMIT = 300
 """Milliseconds that a page may take."""
-SUMS, SUMS_LIMIT = "per task", 1000
-"""The page that sums up hundreds of thousands of rows, and the milliseconds that it may take."""
+SUMS, SUMS_LIMIT = "per task", 6000
+"""The page that sums up millions of rows, and the milliseconds that it may take."""
 NAMES = {"postgresql": "PostgreSQL", "sqlite": "SQLite"}
 WORDS = ["held", "returned", "raised", "skipped", "released", "dead", "expired", "lost", "cleared"]
 WORDS += ["conflict", "duplicate", "retaken", "trouble"]

@@ -54,10 +54,6 @@ TABS = {
 }
 SHOWN = 100
 """Locks on a page of what is held."""
-REFRESH = {"5", "10", "30", "60"}
-"""Seconds after which the page can ask again."""
-PARAMETERS = {"q", "o", "p", "refresh"}
-"""What the address of the page can say; another parameter is one of the list of events."""
 ORDERS = {"name": "name", "state": "", "held": "held_for", "conflicts": "conflicts"}
 """What the columns are sorted by."""
 NOTES = {
@@ -322,9 +318,6 @@ class TaskLockEventAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
     @for_viewers
     def held_view(self, request: HttpRequest) -> HttpResponse:
         """List the locks that are held, as the store knows them at this moment."""
-        if set(request.GET) - PARAMETERS:
-            # A link that was made for the list of events, with a filter.
-            return HttpResponseRedirect(f"{self.url('events')}?{request.GET.urlencode()}")
         searched = request.GET.get("q", "").strip()
         order, column, headings = sorting(request.GET.get("o", ""), ORDERS, "-state")
         hungry, unknown = attempt((), starving)
@@ -334,9 +327,7 @@ class TaskLockEventAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
         elif column != "state":
             sort_locks(locks, column, backwards=order != column)
         page = Paginator(locks, SHOWN).get_page(request.GET.get("p"))
-        refresh = request.GET.get("refresh", "")
-        if refresh not in REFRESH:
-            refresh = ""
+        refreshes = request.GET.get("refresh") == "10"
         of_all = {}
         if not searched:
             of_all = {"dead": held.count_states(locks)["dead"], "at_stake": at_stake(locks)}
@@ -349,15 +340,15 @@ class TaskLockEventAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
             query=request.GET,
             searched=searched,
             orders=headings,
-            refresh=refresh,
+            refreshes=refreshes,
             trouble=trouble,
             starving=hungry,
             unknown=unknown,
             cache=conf.cache,
             **of_all,
         )
-        if refresh:
-            response["Refresh"] = refresh
+        if refreshes:
+            response["Refresh"] = "10"
         return response
 
     def clear_view(self, request: HttpRequest) -> HttpResponse:
@@ -456,54 +447,54 @@ class TaskLockEventAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
     def timeline_view(self, request: HttpRequest) -> HttpResponse:
         """Draw a window of the history; of one lock or task if the address names it."""
         now = timezone.now()
+        form = window_form(request, now, "1h")
         name = request.GET.get("name", "")
         task = request.GET.get("task", "")
+        title: Any = TABS["timeline"]
         if name:
             task = ""
-        form = window_form(request, now)
-        window = form.pop("window") or Window.past("1h", now)
-        known = None
-        unknown = ""
+            title = name
+        elif task:
+            title = task
+        explained = {}
         if name or task:
-            known, unknown = attempt(None, why, name or task)
+            explained = explain(title)
         event = self.get_object(request, request.GET.get("event", ""))
         rows: Any = self.get_queryset(request)
+        drawing = draw(rows, form["window"], now=now, name=name, task=task, event=event)
         return self.render(
             request,
             "timeline",
-            title=name or task or TABS["timeline"],
+            title=title,
             name=name,
             task=task,
-            window=window,
-            known=known,
-            facts=known and facts(known),
-            unknown=unknown,
             event=event,
             spans=SPANS,
             **form,
-            **draw(rows, window, now=now, name=name, task=task, event=event),
+            **explained,
+            **drawing,
         )
 
     @for_viewers
     def per_task_view(self, request: HttpRequest) -> HttpResponse:
         """Sum up each task; the address says of which window, and in which order."""
         now = timezone.now()
-        form = window_form(request, now)
-        window = form.pop("window") or Window.past("24h", now)
+        form = window_form(request, now, "24h")
+        window = form["window"]
         sort, column, headings = sorting(request.GET.get("sort", ""), COLUMNS, "-trouble")
         rows: Any = self.get_queryset(request)
         tasks = per_task(rows, window, now)
-        tasks.sort(key=lambda each: each.task)
-        tasks.sort(key=lambda each: each.rank(column), reverse=sort != column)
+        tasks.sort(key=lambda each: each.now["task"])
+        tasks.sort(key=lambda each: each.now[column], reverse=sort != column)
+        columns = [(label, *headings[name]) for name, label in COLUMNS.items()]
         return self.render(
             request,
             "per_task",
-            window=window,
             before=window.before(),
             spans=SPANS,
             tasks=tasks,
-            columns=[(label, *headings[name]) for name, label in COLUMNS.items()],
-            **form | {"only": f"&sort={sort}"},
+            columns=columns,
+            **{**form, "only": f"&sort={sort}"},
         )
 
     # The history
@@ -528,13 +519,6 @@ class TaskLockEventAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
     def get_deleted_objects(self, objs: Any, request: HttpRequest) -> Any:
         texts, counts, *refusals = super().get_deleted_objects(objs, request)
         return texts, {EVENTS.verbose_name_plural: sum(counts.values())}, *refusals
-
-    def response_delete(self, request: HttpRequest, obj_display: str, obj_id: int) -> HttpResponse:
-        """Go back to the history; Django goes to the index if the user may not change events."""
-        response: HttpResponse = super().response_delete(request, obj_display, obj_id)
-        if isinstance(response, HttpResponseRedirect):
-            return HttpResponseRedirect(self.url("events"))
-        return response
 
     def get_changelist(self, request: HttpRequest, **kwargs: Any) -> type[ChangeList]:
         return EventList
@@ -617,14 +601,25 @@ def sorting(
     return order, column, headings
 
 
-def window_form(request: HttpRequest, now: datetime) -> dict[str, Any]:
+def explain(name: str) -> dict[str, Any]:
+    """Return what is known of a lock or a task, or why nothing is."""
+    known, unknown = attempt(None, why, name)
+    if known is None:
+        return {"unknown": unknown}
+    return {"known": known, "facts": facts(known)}
+
+
+def window_form(request: HttpRequest, now: datetime, span: str = "") -> dict[str, Any]:
     """Return what the form for a window needs; a wrong window of the address is a message.
 
-    ``only`` continues the address of a page of the same lock or task.
+    Without a window in the address it is that of the ``span``, if there is one. ``only`` continues
+    the address of a page of the same lock or task.
     """
     window, problem = window_of(request.GET, now)
     if problem:
         messages.warning(request, problem)
+    if window is None and span:
+        window = Window.past(span, now)
     others = [pair for pair in request.GET.items() if pair[0] not in (*WINDOW, "p")]
     only = "".join(f"&{urlencode([pair])}" for pair in others if pair[0] in ("name", "task"))
     return {"window": window, "others": others, "only": only}

@@ -712,11 +712,6 @@ def call_lock(task: str, **arguments: Any) -> tuple[str, str]:
     return keys.call_key(task, parameters.AS_SHOWN, (), arguments)
 
 
-def shown_key(name: str) -> str:
-    """Return a key for the lock that pages show by this name."""
-    return keys.name_key(name).key
-
-
 def held_now(*typed: str) -> list[Any]:
     """Return what the operators are shown: all that is held, or what some texts mean."""
     return held.add_states(held.list_held([names.select(text) for text in typed]))

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from datetime import datetime
 from hashlib import md5
 from typing import Any
 
@@ -92,8 +93,9 @@ def write(events: Iterable[LockEvent]) -> None:
     connection = connections[router.db_for_write(TaskLockEvent)]
     rows: dict[str, Row] = {}
     more = []  # second facts of a run, since a statement can change a row only once
+    adapt = _times_of(connection)
     for event in events:
-        row = _row(event, connection.ops.adapt_datetimefield_value)
+        row = _row(event, adapt)
         earlier = rows.get(row["ref"])
         if earlier is None:
             rows[row["ref"]] = row
@@ -125,11 +127,12 @@ def _order(row: Row) -> Any:
     return row["ref"]
 
 
-def _row(event: LockEvent, adapt: Any) -> Row:
+def _row(event: LockEvent, adapt: Callable[[datetime], Any]) -> Row:
     """Return what an event knows of a row, with texts that fit and with times of the database."""
     kind = event.kind
     at = event.at
-    facts = {name: getattr(event, name, default) for name, default in DEFAULTS.items()}
+    known = vars(event)
+    facts = {name: known.get(name, default) for name, default in DEFAULTS.items()}
     ref = event.token
     if kind in COUNTED:
         facts["last_at"] = at
@@ -155,15 +158,21 @@ def _row(event: LockEvent, adapt: Any) -> Row:
     # The clock of who notices something may be behind that of the holder.
     facts["happened_at"] = max(facts["at"], at)
     for name, length in LENGTHS.items():
-        facts[name] = clean(facts[name], length)
+        if facts[name]:
+            facts[name] = clean(facts[name], length)
     for name in TIMES:
-        time = facts[name]
-        if time is None:
-            continue
-        if not settings.USE_TZ:
-            time = make_naive(time, get_default_timezone())
-        facts[name] = adapt(time)
+        if facts[name] is not None:
+            facts[name] = adapt(facts[name])
     return facts
+
+
+def _times_of(connection: Any) -> Callable[[datetime], Any]:
+    """Return what turns a time into one of the database."""
+    adapt = connection.ops.adapt_datetimefield_value
+    if settings.USE_TZ:
+        return adapt  # type: ignore[no-any-return]
+    zone = get_default_timezone()
+    return lambda time: adapt(make_naive(time, zone))
 
 
 def _upsert(connection: Any, cursor: Any, rows: list[Row]) -> None:

@@ -105,19 +105,22 @@ def why(text: str) -> Why:
             meant, _complete = find([selector], limit=NEWEST)
     task = _task_meant(selector, meant)
     if task:
+        if not selector.tasks:  # a host, or a pattern, that has only some of its locks
+            locks = list_held([select(task)])
         return _explain_task(task, locks)
-    for each in meant:
-        key = each.key
-        if is_key(text):
-            key = text
-        known = _explain_lock(each.name, lock_of_slot(key), only=is_key(text))
-        if not locks and text in (each.task_id, each.token):
-            known.run = each
-        return known
-    if selector.is_pattern:
-        raise UnknownName(text)
-    # Only the history could say that there is no such lock.
-    return _explain_lock(text, next(iter([*selector.keys(), text])))
+    if not meant:
+        if selector.is_pattern:
+            raise UnknownName(text)
+        # Only the history could say that there is no such lock.
+        return _explain_lock(text, next(iter([*selector.keys(), text])))
+    first = meant[0]
+    key = first.key
+    if is_key(text):
+        key = text
+    known = _explain_lock(first.name, lock_of_slot(key), only=is_key(text))
+    if not locks and text in (first.task_id, first.token):
+        known.run = first
+    return known
 
 
 def _task_meant(selector: Selector, meant: list[Any]) -> str | None:

@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import defaultdict
 from collections.abc import Iterator
 from datetime import datetime
 from typing import Any
 
 from django.utils.translation import gettext_lazy
 
-from django_singletask.history.queries import OPEN, TaskLockEventQuerySet
-from django_singletask.models import COMPLETED, COUNTED, TROUBLE
-from django_singletask.operators import words
+from django_singletask.history.queries import OPEN, TaskLockEventQuerySet, timestamp
+from django_singletask.models import COMPLETED, TROUBLE
 from django_singletask.operators.recorded import judge
 from django_singletask.operators.windows import Window
+from django_singletask.operators.words import hold_time
 
 NUMBERS = {
-    "runs": gettext_lazy("Runs"),
-    "failed": gettext_lazy("Raised"),
+    "run": gettext_lazy("Runs"),
+    "raised": gettext_lazy("Raised"),
     "trouble": gettext_lazy("Dead or lost"),
-    "conflicts": gettext_lazy("Conflicts"),
-    "duplicates": gettext_lazy("Duplicates"),
+    "conflict": gettext_lazy("Conflicts"),
+    "duplicate": gettext_lazy("Duplicates"),
 }
 TIMES = {
     "waited": gettext_lazy("Time waited"),
@@ -34,122 +35,82 @@ COLUMNS = {
     "completed": gettext_lazy("Last completed"),
     "held": gettext_lazy("Held now"),
 }
-
-
-@dataclasses.dataclass
-class Figures:
-    """What happened to the runs and calls of a task in one window. Durations are in seconds.
-
-    A run or a call belongs to the window in which the last thing happened to it; a hold that goes
-    on belongs to none. ``mean`` and ``longest`` are of the runs that reported their end.
-    """
-
-    runs: int = 0
-    failed: int = 0
-    trouble: int = 0
-    conflicts: int = 0
-    duplicates: int = 0
-    waited: float = 0.0
-    ends: int = 0
-    lasted: float = 0.0
-    longest: float = 0.0
-    completed: datetime | None = None
-
-    @property
-    def mean(self) -> float:
-        return self.lasted / max(1, self.ends)
-
-    def add(self, total: dict[str, Any]) -> None:
-        """Add a sum of rows; see ``TaskLockEventQuerySet.totals_by_task()``."""
-        if total["kind"] in COUNTED:
-            self.add_calls(total)
-        elif total["outcome"]:
-            self.add_runs(total)
-
-    def add_calls(self, total: dict[str, Any]) -> None:
-        self.waited += total["seconds_waited"]
-        if total["kind"] == "conflict":
-            self.conflicts += total["calls"]
-        else:
-            self.duplicates += total["calls"]
-
-    def add_runs(self, total: dict[str, Any]) -> None:
-        self.waited += total["seconds_waited"]
-        self.runs += total["calls"]
-        if total["result"] == "raised":
-            self.failed += total["calls"]
-        if total["outcome"] in TROUBLE:
-            self.trouble += total["calls"]
-        else:
-            self.trouble += total["retaking_runs"]
-        if total["ends"]:
-            self.ends += total["ends"]
-            self.lasted += total["lasted"].total_seconds()
-            self.longest = max(self.longest, total["longest"].total_seconds())
-        if total["outcome"] == "released" and total["result"] in COMPLETED:
-            self.completed = max(filter(None, [self.completed, total["last_end"]]), default=None)
+Figures = defaultdict[str, Any]
+"""Numbers and seconds of a task by their columns, and by each result of its runs and calls."""
 
 
 @dataclasses.dataclass
 class TaskFigures:
-    """A task in a window, and in the one before it; ``held`` counts its runs that go on now."""
+    """What happened to a task in a window, and in the one ``before`` it.
 
-    task: str
-    now: Figures = dataclasses.field(default_factory=Figures)
-    before: Figures = dataclasses.field(default_factory=Figures)
-    held: int = 0
+    ``now`` also has the name of the task, the time at which it last completed, as far as the two
+    windows know it, and how many of its holds go on.
+    """
 
-    @property
-    def completed(self) -> datetime | None:
-        if self.now.completed is None:
-            return self.before.completed
-        return self.now.completed
+    now: Figures
+    before: Figures = dataclasses.field(default_factory=lambda: defaultdict(int))
+
+    def add(self, total: dict[str, Any]) -> None:
+        """Add a sum of rows; see ``TaskLockEventQuerySet.totals_by_task()``."""
+        if total["kind"] == "run" and not total["outcome"]:
+            return  # a run that goes on counts in no window
+        figures = self.now
+        if total["is_before"]:
+            figures = self.before
+        figures[total["kind"]] += total["calls"]
+        figures[total["result"]] += total["calls"]
+        figures["waited"] += total["seconds_waited"]
+        if total["outcome"] in TROUBLE:
+            figures["trouble"] += total["calls"]
+        else:
+            figures["trouble"] += total["retaking_runs"]
+        if total["ends"]:
+            figures["ends"] += total["ends"]
+            figures["lasted"] += total["lasted"].total_seconds()
+            figures["mean"] = figures["lasted"] / figures["ends"]
+            figures["longest"] = max(figures["longest"], total["longest"].total_seconds())
+        if total["outcome"] == "released" and total["result"] in COMPLETED:
+            ended_at = timestamp(total["last_end"])
+            self.now["completed"] = max(self.now["completed"], ended_at)
+
+    def add_open(self, state: str, is_current: bool) -> None:
+        """Add a hold that goes on; if its holder is gone, it is trouble of a current window."""
+        if state == "held":
+            self.now["held"] += 1
+        elif is_current:
+            self.now["run"] += 1
+            self.now["trouble"] += 1
 
     def pairs(self) -> Iterator[tuple[str, Any, Any, Any]]:
-        """Yield the columns that have two values, their words, and both values as texts."""
+        """Yield the columns of which both windows have a value: code, word, and both values."""
         for column, word in NUMBERS.items():
-            yield column, word, getattr(self.now, column), getattr(self.before, column)
+            yield column, word, self.now[column], self.before[column]
         for column, word in TIMES.items():
-            now = seconds(getattr(self.now, column))
-            yield column, word, now, seconds(getattr(self.before, column))
-
-    def rank(self, column: str) -> tuple[Any, ...]:
-        """Return what the tasks are sorted by: a column, and among equals the trouble."""
-        figures: Any = self.now
-        if column in ("task", "completed", "held"):
-            figures = self
-        value = getattr(figures, column)
-        return value is not None, value, self.now.trouble, self.now.failed, self.now.runs
+            yield column, word, in_words(self.now[column]), in_words(self.before[column])
 
 
-def seconds(number: float) -> str:
-    if not number:
+def in_words(seconds: float) -> str:
+    if not seconds:
         return "-"
-    return words.hold_time(number)
+    return hold_time(seconds)
 
 
 def per_task(rows: TaskLockEventQuerySet, window: Window, now: datetime) -> list[TaskFigures]:
     """Return the figures of each task with something in the two windows, or with a lock held now.
 
-    The locks without a task are one task, "". An open hold whose process is dead, or whose lease
-    has expired, is trouble of a window that lasts until now.
+    The locks without a task are one task, "".
     """
     tasks: dict[str, TaskFigures] = {}
-    before = window.before()
-    for total in rows.totals_by_task(before.start, window.start, window.until):
-        task = total["task"]
-        both = tasks.setdefault(task, TaskFigures(task))
-        if total["is_before"]:
-            both.before.add(total)
-        else:
-            both.now.add(total)
+
+    def figures_of(task: str) -> TaskFigures:
+        if task not in tasks:
+            tasks[task] = TaskFigures(defaultdict(int, task=task))
+        return tasks[task]
+
+    for total in rows.totals_by_task(window.before().start, window.start, window.until):
+        figures_of(total["task"]).add(total)
     holds = [row for row in rows.open()[:OPEN] if row.is_hold]
     judge(holds)
     for hold in holds:
-        both = tasks.setdefault(hold.task, TaskFigures(hold.task))
-        if hold.state == "held":
-            both.held += 1
-        elif window.end == now:
-            both.now.runs += 1
-            both.now.trouble += 1
+        figures_of(hold.task).add_open(hold.state, is_current=window.end == now)
     return list(tasks.values())

@@ -110,8 +110,8 @@ TAKEN_AGAIN = frozenset({"held", "slow", "starving"})
 def at_stake(locks: Iterable[HeldLock]) -> str:
     """Say in one sentence what becomes of these locks if the cache restarts without its data."""
     counts = count_states(locks)
-    del counts["expired"]  # the cache has lost it already
     taken_again = sum(counts.pop(state) for state in TAKEN_AGAIN)
+    counts.pop("expired")  # the cache has lost it already
     parts = []
     if taken_again:
         text = _("{} held: taken again by their processes, unless lock_renew=False")

@@ -51,8 +51,8 @@ class Starving:
 #                                                              the usual time between two calls
 #
 # Looked at are the names with a conflict within the last hour and the limit, and those with one
-# behind a hold that is still open: a hold that lasts for days has one row of conflicts, which is as
-# old as the hold. If the holder has completed since, the name is left out.
+# behind a hold that is still open: a busy site may have more new conflicts than are read. If the
+# holder has completed since, the name is left out.
 
 
 def starving(longer_than: float = HOUR, selectors: Collection[Selector] = ()) -> list[Starving]:

@@ -14,7 +14,6 @@ from django.utils.translation import gettext_lazy
 
 from django_singletask.operators import words
 
-SECOND = timedelta(seconds=1)
 MINUTE = timedelta(minutes=1)
 HOUR = timedelta(hours=1)
 DAY = timedelta(days=1)
@@ -25,9 +24,13 @@ SPANS = {
     "7d": gettext_lazy("7 days"),
 }
 """The time spans up to now that the pages offer."""
+TODAY = ["15m", "1h"]
+"""The spans whose times are clear without a date."""
 LABELS = 7
-STEPS = [SECOND * seconds for seconds in (1, 10, 30, 60, 180, 600, 1800)]
-STEPS += [HOUR * hours for hours in (1, 4, 24, 168, 720, 8760, 240_000)]
+SECONDS = [1, 10, 30, 60, 180, 600, 1800, 3600, 14_400]
+"""Lengths of steps between two labels; the longer ones are days."""
+STEPS = [timedelta(seconds=length) for length in SECONDS]
+STEPS += [timedelta(days=days) for days in (1, 7, 30, 365, 10_000)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,16 +66,9 @@ class Window:
         """Return the window of the same length that ends where this one starts."""
         return Window(self.start - self.length, self.start)
 
-    def meets(self, begin: datetime, end: datetime) -> bool:
-        """Say whether a part of the time from ``begin`` to ``end`` lies in the window."""
-        if end < self.start:
-            return False
-        return self.until is None or begin <= self.until
-
     def clock_time(self, at: datetime) -> str:
         """Write a time within it, with the date where that is needed."""
-        is_short = self.length < DAY
-        return words.clock_time(at, dated=not (self.span and is_short))
+        return words.clock_time(at, dated=self.span not in TODAY)
 
     def percent(self, at: datetime) -> float:
         return min(100.0, max(0.0, 100 * ((at - self.start) / self.length)))
@@ -100,13 +96,13 @@ def window_of(query: Mapping[str, str], now: datetime) -> tuple[Window | None, s
 
     Only ``from`` is up to now, only ``to`` is the hour before.
     """
-    texts = [query.get(name, "").strip() for name in ("from", "to")]
-    if not any(texts):
+    first = query.get("from", "").strip()
+    last = query.get("to", "").strip()
+    if not first and not last:
         span = query.get("range", "")
         if span in SPANS:
             return Window.past(span, now), ""
         return None, ""
-    first, last = texts
     try:
         end = now
         if last:
@@ -116,9 +112,9 @@ def window_of(query: Mapping[str, str], now: datetime) -> tuple[Window | None, s
             start = words.to_moment(first)
         start = max(start, now - STEPS[-1])
     except (ValueError, OverflowError):
-        text = _("{} is not a time: write it as {}.")
-        typed = repr(" … ".join(filter(None, texts)))
-        return None, text.format(typed, f"{words.to_local(now):%Y-%m-%dT%H:%M}")
+        typed = f"{first} {last}".strip()
+        example = f"{words.to_local(now):%Y-%m-%dT%H:%M}"
+        return None, _("{} is not a time: write it as {}.").format(repr(typed), example)
     if start < end:
         return Window(start, end), ""
     text = _("The window must end after it begins: write a time after {} into the second field.")

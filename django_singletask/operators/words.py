@@ -236,7 +236,7 @@ def headline(event: TaskLockEvent, until: datetime | None = None) -> str:
         text = f"{text} × {event.count}"
     if event.hold_ended_at is not None:
         return _("{} after {}").format(text, lasted(event))
-    if event.is_hold and until is not None:
+    if until is not None and status(event) == "held":
         return _("{} for {}").format(text, lasted(event, until))
     return text
 

@@ -18,6 +18,16 @@ MONTHLY = "reports.tasks.monthly()"
 CUSTOMER = "customer:4711"
 
 
+def key_of_shown(name: str) -> str:
+    """Return the key of the lock that pages show by one of these names."""
+    task, _, arguments = name.partition("(")
+    if "'" in arguments:
+        return inside.call_lock(task, feed_url=arguments.split("'")[1])[1]
+    if arguments:
+        return inside.call_lock(task)[1]
+    return key_of(name)
+
+
 def fill() -> None:
     """Write what a site with three kinds of tasks does within an hour."""
     now = timezone.now().replace(microsecond=0)
@@ -37,7 +47,7 @@ def fill() -> None:
         usual = {
             "kind": "run",
             "name": name,
-            "key": inside.shown_key(name),
+            "key": key_of_shown(name),
             "task": task,
             "at": at,
         }

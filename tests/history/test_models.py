@@ -10,8 +10,9 @@ from django.core.management import call_command
 from django.db import connections
 from django.utils.functional import Promise
 
+from django_singletask.locks.keys import QUEUED
 from django_singletask.models import KINDS, OUTCOMES, RESULTS, TaskLockEvent
-from tests.past_rows import TROUBLE, before_now
+from tests.past_rows import TROUBLE, before_now, new
 
 pytestmark = pytest.mark.django_db(databases="__all__")
 
@@ -101,6 +102,12 @@ def test_a_fixed_lease_ends_when_its_time_is_over(state, ended):
     assert lasted(outcome="lost", noticed_at=before_now(92), ended_at=noticed) == 8  # forgotten
     assert lasted(outcome="released", ended_at=noticed) == 91  # it was extended
     assert lasted() == (20 if ended else None)
+
+
+def test_a_queued_call_that_was_cleared_ends_when_it_was_cleared():
+    at, cleared = before_now(9), before_now(5)
+    row = new(kind="run", outcome="cleared", key=f"{QUEUED}n", at=at, noticed_at=cleared)
+    assert (row.hold_ended_at, row.end) == (None, cleared)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -96,7 +96,10 @@ def questions():
             lambda: history.usual_hold("t5(5)"),
         ],
         "singletask_happened": [
-            lambda: list(history.older_than(5500).order_by("happened_at")[:100])
+            lambda: list(history.older_than(5500).order_by("happened_at")[:100]),
+            lambda: list(
+                history.totals_by_task(before_now(2000), before_now(1990), before_now(1980))
+            ),
         ],
         "ref": [lambda: history.runs(tokens)],
         "singletask_blocked_by": [

@@ -215,7 +215,7 @@ def test_trouble_of_an_unknown_holder_closes_no_row():
 
 LATER = [NOW + datetime.timedelta(seconds=second) for second in range(9)]
 EVENTS = [
-    event(fixed=True),
+    event(fixed=True, waited=2.5),
     event("retaken", at=LATER[1], retaken=1),
     event("retaken", at=LATER[2], retaken=2),
     event("expired", at=LATER[3], reason="its lease ended"),
@@ -225,7 +225,19 @@ EVENTS = [
     event("released", at=LATER[7], outcome="released", result="raised", longest_renewal_gap=2.5),
 ]
 STRONGEST = ["cleared", "lost", "released", "dead", "expired", "retaken", "acquired"]
-FIELDS = ["at", "ended_at", "noticed_at", "outcome", "result", "reason", "actor", "retaken"]
+FIELDS = [
+    "at",
+    "happened_at",
+    "ended_at",
+    "noticed_at",
+    "retaken_at",
+    "waited",
+    "outcome",
+    "result",
+    "reason",
+    "actor",
+    "retaken",
+]
 FIELDS += ["blocked_by", "longest_renewal_gap", "count", "fixed"]
 
 
@@ -271,6 +283,10 @@ def test_events_in_any_order_and_twice_make_the_same_row(alias):
         assert row["reason"] == strongest.reason
         assert (row["actor"] == "ada") == ("cleared" in kinds)
         assert row["retaken"] == max(each.retaken for each in events)
+        assert row["happened_at"] == max(each.at for each in events)
+        retaken_at = [each.at for each in events if each.kind == "retaken"]
+        assert row["retaken_at"] == max(retaken_at, default=None)
+        assert row["waited"] == max(each.waited for each in events)
         assert (row["ended_at"], row["result"]) == (
             (LATER[7], "raised") if "released" in kinds else (None, "")
         )
@@ -312,11 +328,12 @@ def test_control_an_outcome_that_any_event_overwrites_depends_on_the_order(alias
 
 
 def test_calls_in_any_order_are_counted_in_one_row(alias):
-    calls = list(conflicts(6))
+    calls = [dataclasses.replace(call, waited=0.5) for call in conflicts(6)]
     for batch in in_any_order(calls, random.Random(alias)):
         writing.write(batch)
     [row] = TaskLockEvent.objects.all()
     assert (row.count, row.at, row.last_at) == (6, calls[0].at, calls[5].at)
+    assert (row.happened_at, row.waited) == (row.last_at, 3)
     writing.write(calls[:2])  # its commit was not lost: the documented price
     assert TaskLockEvent.objects.get().count == 8
 

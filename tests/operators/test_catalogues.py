@@ -116,7 +116,7 @@ def unmarked(response: HttpResponse) -> set[str]:
     html = response.content.decode()
     html = html[html.index('<div id="content"') : html.index('<footer id="footer"')]
     # The facts of a lock are in the words of the command, and the page says so.
-    html = re.sub(r'<(pre|script|dl .*? lang="en").*?</(pre|script|dl)>', "", html, flags=re.DOTALL)
+    html = re.sub(r'<(code|script|dl(?= [^>]* lang="en")).*?</\1>', "", html, flags=re.DOTALL)
     texts = re.sub(r"<[^>]*>", "\n", html) + "\n".join(
         re.findall(r'(?:aria-label|data-label|placeholder|title)="(.*?)"', html)
     )

@@ -18,7 +18,7 @@ from tests.command_line import ended_process, locks, locks_as_json
 from tests.command_line import hold as put
 from tests.deadline import wait_for
 from tests.entries import key_of
-from tests.past_rows import ran, row, skipped
+from tests.past_rows import before_now, ran, row, skipped
 
 pytestmark = [
     pytest.mark.django_db(databases="__all__"),
@@ -284,6 +284,20 @@ def test_lock_without_a_completed_run_tells_that_of_its_task():
     assert facts()["completed"] == "none of this lock is recorded; the task completed 40m ago"
 
 
+def test_lock_that_was_taken_again_tells_when():
+    again = {"retaken": 1, "retaken_at": before_now(20), "task_id": "y", "host": "web-2", "pid": 8}
+    ran(5, name=NAME, key=KEY, **again)
+    assert facts()["trouble"] == "retaken 20s ago, task y on web-2, process 8"
+
+
+def test_lock_that_a_run_kept_can_be_freed_but_not_stopped():
+    hold(pid=0, kept=True, timeout=300, left=100)
+    assert explained().startswith(f"{NAME}: kept\n")
+    assert facts()["held"].startswith("for 1m ")
+    assert {"stop", "lease"}.isdisjoint(facts())
+    assert facts()["free"] == "manage.py locks clear 9ab2"
+
+
 def test_trouble_of_the_past_is_told_while_the_lock_is_held():
     hold(ago=5)
     facts_of = {"name": NAME, "key": KEY, "task": TASK, "task_id": "y", "host": "web-2", "pid": 8}
@@ -407,6 +421,21 @@ def test_locks_of_a_task_are_told_worst_first_each_with_its_commands(child):
     assert labels[:19] == [*dead, *stopped, *running, *running]
 
 
+def test_queued_call_of_a_task_is_told_with_its_name():
+    hold()
+    name, key = inside.call_lock(TASK, feed_id=8)
+    hold(name, inside.queued_key(key, TASK), token="q", task_id="5d1c", pid=0)
+    ran(90, name=NAME, key=KEY, task=TASK)
+    assert facts(TASK)["queued"].startswith(f"{name}: task 5d1c on ")
+
+
+def test_end_of_the_names_of_several_tasks_asks_for_one():
+    ran(90, name=NAME, task=TASK)
+    ran(90, name="shop.import_feed(feed_id=7)", task="shop.import_feed")
+    with pytest.raises(CommandError, match=f'"{TASK}", "shop.import_feed"'):
+        why("import_feed")
+
+
 def test_only_held_lock_of_a_task_is_explained_with_its_name():
     hold()
     assert explained(TASK) == explained(NAME)
@@ -479,6 +508,12 @@ def test_free_lock_is_explained_by_what_the_history_shows_of_it(text):
     if text == "web-1":
         with pytest.raises(CommandError, match="means more than one"):
             why(text)
+
+
+def test_host_with_several_locks_of_one_task_explains_the_task():
+    for feed, host in ((1, "web-3"), (2, "web-3"), (3, "web-4")):
+        hold_elsewhere(name=f"{TASK}(feed_id={feed})", key=f"singletask:{feed}", host=host)
+    assert explained("web-3").startswith(f"{TASK}: 3 locks held\n")
 
 
 def test_host_with_locks_of_several_tasks_asks_for_one():

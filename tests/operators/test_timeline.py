@@ -64,7 +64,8 @@ def marks(span="1h", **only):
     return [
         (mark.shape, mark.state, f"{mark.x:.2f}%", f"{mark.width:.2f}%")
         for lane in drawn(span, **only).lanes.values()
-        for mark in lane
+        for each in lane
+        for mark in each.marks
     ]
 
 
@@ -111,8 +112,8 @@ def test_hold_that_ended_before_the_time_span_is_left_out(begin, end):
 def test_trouble_is_a_bar_of_its_colour_and_a_sign_where_it_was_noticed(outcome):
     trouble(15, outcome, begin=30)
     assert marks() == [("bar", outcome, "50.00%", "25.00%"), ("sign", outcome, "75.00%", "0.30%")]
-    [_bar, sign] = drawn().lanes["nightly"]
-    assert sign.path
+    [each] = drawn().drawn
+    assert [bool(mark.path) for mark in each.marks] == [False, True]
 
 
 def test_fixed_lease_ends_when_its_time_was_over():
@@ -151,12 +152,6 @@ def test_retaken_is_a_sign_at_its_time_on_a_bar_of_any_colour():
     assert texts() == ["returned after 15m, retaken × 2"]
 
 
-def test_no_bar_hides_a_sign():
-    trouble(15, begin=30)
-    hold(20, 10)
-    assert [mark.shape for mark in drawn().lanes["nightly"]] == ["bar", "bar", "sign"]
-
-
 def test_sign_outside_the_window_is_left_out():
     hold(90, 5, retaken=1, retaken_at=ago(80))
     assert marks() == [("bar", "returned", "0.00%", "91.67%")]
@@ -167,8 +162,8 @@ def test_sign_outside_the_window_is_left_out():
 )
 def test_height_of_a_tick_grows_with_the_number_of_conflicts(count, size):
     event(15, count=count)
-    [mark] = drawn().lanes["nightly"]
-    assert (mark.shape, mark.y, mark.height) == ("tick", 64, size)
+    [each] = drawn().drawn
+    assert (each.marks[0].shape, each.height) == ("tick", size)
 
 
 def test_counted_conflicts_are_drawn_where_the_last_of_them_was():
@@ -182,6 +177,15 @@ def test_each_event_is_listed_once_the_newest_first():
     assert [each.event.name for each in drawn().drawn] == ["other", "nightly"]
 
 
+def test_open_hold_that_has_expired_is_a_sign_and_no_hold_of_now():
+    hold(30, timeout=60)
+    assert marks() == [
+        ("bar", "expired", "50.00%", "50.00%"),
+        ("sign", "expired", "99.70%", "0.30%"),
+    ]
+    assert texts() == ["expired"]
+
+
 def test_window_in_the_past_shows_what_met_it():
     hold(90, 50)
     hold(45, 10, name="after")
@@ -190,7 +194,7 @@ def test_window_in_the_past_shows_what_met_it():
     window = windows.Window(ago(60), ago(50))
     drawing = timeline.draw(TaskLockEvent.objects.all(), window, now=NOW)
     assert [*drawing["lanes"]] == ["nightly", "throughout"]
-    assert drawing["lanes"]["throughout"][0].width == 100
+    assert drawing["lanes"]["throughout"][0].marks[0].width == 100
 
 
 def test_lanes_are_ordered_by_name():
@@ -286,23 +290,22 @@ def test_open_hold_is_drawn_however_much_happened_since(monkeypatch, only):
         ),
         (
             {"outcome": "cleared", "noticed_at": ago(29), "actor": "ada"},
-            "cleared, by ada, task x, web-1:40",
+            "cleared after 1m, by ada, task x, web-1:40",
         ),
         (
             {"outcome": "expired", "noticed_at": ago(29), "reason": "gone"},
-            "expired, gone, task x, web-1:40",
+            "expired after ≤1m, gone, task x, web-1:40",
         ),
         (
             {"outcome": "dead", "noticed_at": ago(29), "actor": "web-1:9"},
-            "dead, noticed by web-1:9, task x, web-1:40",
+            "dead after 1m, noticed by web-1:9, task x, web-1:40",
         ),
-        ({"outcome": "cleared", "noticed_at": ago(29), "pid": 0}, "cleared, task x"),
+        ({"outcome": "cleared", "noticed_at": ago(29), "pid": 0}, "cleared after 1m, task x"),
     ],
 )
-def test_text_of_a_mark(facts, text):
+def test_text_of_an_event(facts, text):
     event(30, **{"kind": "run", "task_id": "x", "host": "web-1", "pid": 40, **facts})
-    [lane] = drawn().lanes.values()
-    assert lane[-1].text == text
+    assert texts() == [text]
 
 
 @pytest.mark.parametrize(
