@@ -29,6 +29,8 @@ from django_singletask.stores import get_store
 
 SCANNED = 20_000
 """Newest rows, at most, among which those are looked for that no index serves."""
+SHOWN = ["name", "task", "task_id", "ref", "key", "host", "pid"]
+"""Columns of which an operator may type what they have."""
 LISTED = 1000
 """Rows of a window, or with a code, that a list shows at most: more take too long."""
 Window = tuple[datetime | None, datetime | None]
@@ -76,17 +78,19 @@ def _find(selector: Selector, what: str, window: Window, limit: int) -> Found:
             return rows, all(complete for _part, complete in found)
     [newest, *others], complete = _parts(history.newest(), what, window)
     newest, all_seen = newest.newest_of_them(SCANNED)
+    if not all_seen:
+        complete = False
     pks: list[int] = []
     for part in (newest, *others):
-        shown = part.values_list("pk", "name", "task", "task_id", "ref", "key", "host", "pid")
-        meant = [pk for pk, *facts in shown if _fits(selector, *facts)]
+        shown = part.values_list("pk", *SHOWN, named=True)
+        meant = [row.pk for row in shown if _is_meant(selector, row)]
         pks += meant[:limit]
-    return list(history.filter(pk__in=pks)), complete and all_seen
+    return list(history.filter(pk__in=pks)), complete
 
 
-def _fits(selector: Selector, name: str, task: str, *facts: Any) -> bool:
-    *ids, host, pid = facts
-    return selector.fits(name, task, *ids, host, process(host, pid))
+def _is_meant(selector: Selector, row: Any) -> bool:
+    texts = (row.task_id, row.ref, row.key, row.host, process(row.host, row.pid))
+    return selector.fits(row.name, row.task, *texts)
 
 
 def _read(rows: Any, what: str, window: Window, limit: int) -> Found:

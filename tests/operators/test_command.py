@@ -18,7 +18,7 @@ from tests import inside
 from tests.admin_pages import drop_table
 from tests.command_line import ended_process, hold, locks, locks_as_json
 from tests.entries import key_of
-from tests.past_rows import ran, row, save, skipped
+from tests.past_rows import before_now, ran, row, save, skipped
 from tests.routers import LOCK_TABLES
 from tests.testapp import tasks
 
@@ -730,15 +730,31 @@ def test_history_of_a_state_has_the_rows_that_show_it(settings, request, store):
         (["--what", "trouble"], ["two", "lost"]),
         (["c" * 32], ["5d1c"]),
         (["b" * 32], ["lost"]),
+        (["web-9"], ["5d1c"]),
+        (["web-9:7", "--since", "1h"], ["5d1c"]),
+        (["web-*", "--what", "raised"], []),
     ],
 )
 def test_history_takes_filters(arguments, names):
     ran(7200, name="one", task="a", task_id="3f0c")
     ran(60, name="two", task="b", task_id="5d1c", result="raised", retaken=1)
     skipped(30, name="two", task="b")
-    ran(10, name="5d1c", token="c" * 32)
+    ran(10, name="5d1c", token="c" * 32, host="web-9", pid=7)
     row("run", 7300, outcome="lost", token="b" * 32, name="lost", task="none")
     assert [facts["name"] for facts in locks_as_json("history", *arguments)["rows"]] == names
+
+
+def test_history_of_what_was_just_cleared_has_it_although_it_began_long_ago():
+    row("run", 9000, outcome="cleared", noticed_at=before_now(2), actor="ada")
+    row("run", 9000, name="other", outcome="cleared", noticed_at=before_now(4000))
+    [_head, line] = locks("history", "--since", "10m").splitlines()
+    assert re.search("  nightly  cleared .* ada$", line)
+
+
+def test_id_of_a_call_that_is_not_recorded_leads_to_the_log():
+    skipped(60, 5, 31, task_id="first")
+    assert "The log of the worker has a line for each call" in str(refused("history", "second"))
+    assert "skipped ×31" in locks("history", "first")
 
 
 def test_history_says_that_it_searched_the_newest_rows_only(monkeypatch, capsys):
