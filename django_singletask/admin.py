@@ -54,10 +54,6 @@ TABS = {
 }
 SHOWN = 100
 """Locks on a page of what is held."""
-REFRESH = {"5", "10", "30", "60"}
-"""Seconds after which the page can ask again."""
-PARAMETERS = {"q", "o", "p", "refresh"}
-"""What the address of the page can say; another parameter is one of the list of events."""
 ORDERS = {"name": "name", "state": "", "held": "held_for", "conflicts": "conflicts"}
 """What the columns are sorted by."""
 NOTES = {
@@ -322,9 +318,6 @@ class TaskLockEventAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
     @for_viewers
     def held_view(self, request: HttpRequest) -> HttpResponse:
         """List the locks that are held, as the store knows them at this moment."""
-        if set(request.GET) - PARAMETERS:
-            # A link that was made for the list of events, with a filter.
-            return HttpResponseRedirect(f"{self.url('events')}?{request.GET.urlencode()}")
         searched = request.GET.get("q", "").strip()
         order, column, headings = sorting(request.GET.get("o", ""), ORDERS, "-state")
         hungry, unknown = attempt((), starving)
@@ -334,9 +327,7 @@ class TaskLockEventAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
         elif column != "state":
             sort_locks(locks, column, backwards=order != column)
         page = Paginator(locks, SHOWN).get_page(request.GET.get("p"))
-        refresh = request.GET.get("refresh", "")
-        if refresh not in REFRESH:
-            refresh = ""
+        refreshes = request.GET.get("refresh") == "10"
         of_all = {}
         if not searched:
             of_all = {"dead": held.count_states(locks)["dead"], "at_stake": at_stake(locks)}
@@ -349,15 +340,15 @@ class TaskLockEventAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
             query=request.GET,
             searched=searched,
             orders=headings,
-            refresh=refresh,
+            refreshes=refreshes,
             trouble=trouble,
             starving=hungry,
             unknown=unknown,
             cache=conf.cache,
             **of_all,
         )
-        if refresh:
-            response["Refresh"] = refresh
+        if refreshes:
+            response["Refresh"] = "10"
         return response
 
     def clear_view(self, request: HttpRequest) -> HttpResponse:
@@ -528,13 +519,6 @@ class TaskLockEventAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
     def get_deleted_objects(self, objs: Any, request: HttpRequest) -> Any:
         texts, counts, *refusals = super().get_deleted_objects(objs, request)
         return texts, {EVENTS.verbose_name_plural: sum(counts.values())}, *refusals
-
-    def response_delete(self, request: HttpRequest, obj_display: str, obj_id: int) -> HttpResponse:
-        """Go back to the history; Django goes to the index if the user may not change events."""
-        response: HttpResponse = super().response_delete(request, obj_display, obj_id)
-        if isinstance(response, HttpResponseRedirect):
-            return HttpResponseRedirect(self.url("events"))
-        return response
 
     def get_changelist(self, request: HttpRequest, **kwargs: Any) -> type[ChangeList]:
         return EventList

@@ -48,6 +48,7 @@ HOLDING = RUNNING | {"dead", "handed_over", "kept"}
 """States of a lock that somebody has."""
 RANKS = {"dead": 0, "expired": 0, "stopped": 1, "slow": 2, "starving": 3}
 """States that somebody should look at, the worst first."""
+NO_RANK = 4
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -123,11 +124,6 @@ class HeldLock(Holder):
         if self.slots <= 1:
             return ""
         return _("{} of {}").format(self.slots_held, self.slots)
-
-    @property
-    def rank(self) -> int:
-        """How soon somebody should look at it: the least is the worst."""
-        return RANKS.get(self.state, len(RANKS))
 
 
 SAID = (CannotList, ImproperlyConfigured, NoHistory, NotMarked, SeveralMeant, UnknownName)
@@ -252,7 +248,7 @@ def add_states(locks: list[HeldLock], hungry: Sequence[Starving] | None = None) 
         _find_slow(held)
     locks.sort(key=attrgetter("name"))
     locks.sort(key=attrgetter("held_for"), reverse=True)
-    locks.sort(key=attrgetter("rank"))
+    locks.sort(key=lambda lock: RANKS.get(lock.state, NO_RANK))
     return locks
 
 

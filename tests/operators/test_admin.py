@@ -59,18 +59,6 @@ def test_viewer_cannot_delete():
     assert TaskLockEvent.objects.exists()
 
 
-def test_deleting_leads_back_to_the_history():
-    address = f"{BASE}{event().pk}/delete/"
-    assert log_in(VIEW, DELETE).post(address, {"post": "yes"}).url == LIST
-    assert not TaskLockEvent.objects.exists()
-
-
-def test_deleting_in_a_popup_closes_the_popup():
-    address = f"{BASE}{event().pk}/delete/"
-    response = log_in(VIEW, DELETE).post(address, {"post": "yes", "_popup": "1"})
-    assert response.status_code == 200
-
-
 def test_deleter_deletes_the_selected_events():
     first, second = event(), event()
     data = {"action": "delete_selected", "_selected_action": [first.pk]}

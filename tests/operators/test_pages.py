@@ -466,11 +466,6 @@ def test_hidden_arguments_are_on_no_page(operator, settings):
         lock.release()
 
 
-def test_links_to_filters_of_the_list_lead_to_the_history(operator):
-    response = operator.get(BASE, {"q": "nightly", "what": "lost"})
-    assert (response.status_code, response.url) == (302, f"{LIST}?q=nightly&what=lost")
-
-
 # While the cache or the history is away
 
 
