@@ -649,7 +649,14 @@ def choose_locks(asked: list[str]) -> list[HeldLock]:
 def sort_locks(locks: list[HeldLock], column: str, *, backwards: bool) -> None:
     if column == "conflicts":
         held.add_conflicts(locks)
-    locks.sort(key=lambda lock: getattr(lock, ORDERS[column]) or 0, reverse=backwards)
+
+    def value(lock: HeldLock) -> Any:
+        found = getattr(lock, ORDERS[column])
+        if found is None:
+            return 0
+        return found
+
+    locks.sort(key=value, reverse=backwards)
 
 
 def lines(*texts: str) -> SafeString:
