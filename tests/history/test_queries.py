@@ -115,9 +115,12 @@ def questions():
             *[lambda name=name: find(name) for name in ("t5", "t5(5)", "id 6", "web-1", "t5(*")],
             lambda: find("t5", what="raised", since=before_now(60)),
             lambda: find("t5", what="trouble", since=before_now(2000), until=before_now(1940)),
-            *[lambda rows=rows: rows.within(before_now(60)) for rows in parts_of_the_history()],
             *[
-                lambda rows=rows: rows.within(before_now(2000), before_now(1940))
+                lambda rows=rows: rows.within(before_now(60), limit=100)
+                for rows in parts_of_the_history()
+            ],
+            *[
+                lambda rows=rows: rows.within(before_now(2000), before_now(1940), 100)
                 for rows in parts_of_the_history()
             ],
         ],
