@@ -227,7 +227,7 @@ def test_the_page_clears_the_locks_of_the_dead_among_several(several: list[dict[
     url = reverse("admin:django_singletask_tasklockevent_clear")
     response = operator.post(url, {"lock": locks, "reason": ""}, follow=True)
     freed, refused = map(str, response.context["messages"])
-    assert freed.startswith("Freed: b, d.")
+    assert freed.startswith("Cleared: b, d.")
     assert refused.startswith(f"a, c: {NOT_MARKED}")
     assert names_of_held() == ["a", "c"]
 

@@ -74,7 +74,7 @@ def test_the_admin_clears_what_something_else_wrote(on_redis, value):
     [lock] = locks_as_json("list")["locks"]
     form = {"lock": f"{lock['key']} {lock['token']}", "reason": ""}
     answer = client.post(CLEAR, form, follow=True)
-    assert "Freed: " in answer.content.decode()
+    assert "Cleared: " in answer.content.decode()
     assert not TaskLock(NAME).locked()
 
 
