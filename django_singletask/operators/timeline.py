@@ -127,12 +127,7 @@ def draw(
         rows = rows.named(name)
     elif task:
         rows = rows.of_task(task)
-    chosen = list(rows.within(window.start, window.until, ROWS + 1))
-    shorter = {}
-    if len(chosen) > ROWS:
-        chosen = chosen[:ROWS]
-        shorter = shorter_windows(window, chosen[-1].happened_at)
-        chosen += rows.open().filter(at__lte=window.end)[:ROWS]
+    chosen, shorter = newest_rows(rows, window)
     if event is not None:
         chosen.append(event)
     locks = by_name(chosen)
@@ -151,6 +146,22 @@ def draw(
         "most": ROWS,
         **shorter,
     }
+
+
+def newest_rows(
+    rows: TaskLockEventQuerySet, window: Window
+) -> tuple[list[TaskLockEvent], dict[str, Any]]:
+    """Return the rows to draw; and the shorter windows, if there are more than are drawn.
+
+    Then the open holds are drawn beside the newest rows, however long ago they began.
+    """
+    newest = list(rows.within(window.start, window.until, ROWS + 1))
+    if len(newest) <= ROWS:
+        return newest, {}
+    newest = newest[:ROWS]
+    shorter = shorter_windows(window, newest[-1].happened_at)
+    open_holds = rows.open().filter(at__lte=window.end)[:ROWS]
+    return [*newest, *open_holds], shorter
 
 
 def shorter_windows(window: Window, drawn_since: datetime) -> dict[str, Any]:
