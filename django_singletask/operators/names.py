@@ -23,6 +23,8 @@ RECORDED = 100
 """Tasks of the history, at most, that a shortened name is compared with; each costs a query."""
 MODULES = re.compile(r"(?:[^\W\d]\w*\.)+(?=[^\W\d])")
 """What stands before the last part of the name of a task, or of a call."""
+ID = re.compile("[0-9a-fA-F-]{16,}")
+"""What the ids of tasks, and the tokens of locks, look like."""
 NOT_RECORDED = _(
     "If it is the id of a call that found its lock held: of all calls that one holder blocks, only "
     "the id of the first is recorded. The log of the worker has a line for each call, which names "
@@ -36,13 +38,12 @@ class UnknownName(Exception):
     def __init__(self, name: str) -> None:
         shown = clean(name, 255)
         task, parenthesis, _arguments = shown.partition("(")
-        hint = str(NOT_RECORDED)
+        hint = "'manage.py locks' lists what is held, and 'manage.py locks history' what was."
         if parenthesis and Selector(task).tasks:
             hint = f"'manage.py locks why {task}' tells what is known of that task."
-        super().__init__(
-            f"No lock or task is known as '{shown}'. 'manage.py locks' lists what is held, and "
-            f"'manage.py locks history' what was. {hint}"
-        )
+        elif ID.fullmatch(name):
+            hint = str(NOT_RECORDED)
+        super().__init__(f"No lock or task is known as '{shown}'. {hint}")
 
 
 class SeveralMeant(Exception):

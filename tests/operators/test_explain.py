@@ -482,11 +482,10 @@ def test_text_that_nothing_is_known_by_gets_a_next_step_and_no_guess(text):
     ran(90, name=NAME, key=KEY, task=TASK)
     with pytest.raises(CommandError) as caught:
         why(text)
-    assert str(caught.value).startswith(
+    assert str(caught.value) == (
         f"No lock or task is known as '{text}'. 'manage.py locks' lists what is held, and "
-        "'manage.py locks history' what was. "
+        "'manage.py locks history' what was."
     )
-    assert "The log of the worker has a line for each call" in str(caught.value)
 
 
 def test_unknown_call_of_a_known_task_is_sent_to_the_task():
