@@ -267,10 +267,14 @@ def _tell_run(run: TaskLockEvent) -> str:
 
 def _tell_hold(why: Why, lock: HeldLock) -> Iterator[Fact]:
     """Yield who has a lock, and the commands that end the hold."""
+    label = "held"
     text = _tell_state(lock)
-    if len(why.held) > 1 or not why.key:
+    if not why.key:
+        text = f"{lock.name}: {lock.word}, {text}"
+    elif len(why.held) > 1:
+        label = "slot"
         text = f"{lock.word}, {text}"
-    yield Fact("held", _named(why, lock, text))
+    yield Fact(label, text)
     if lock.state not in WITHOUT_PROCESS:
         yield Fact("lease", _tell_lease(lock))
         yield Fact("page", words.task_page(lock.task_id))

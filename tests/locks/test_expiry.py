@@ -267,7 +267,7 @@ class TestOperators:
         send()
         assert "queued" in locks()
         deliver(sent[0])
-        assert re.search(r"  blocking +\d+s ", locks())
+        assert re.search(r"\nblocking .* \d+s ", locks())
 
     def test_why(self, sent):
         first = send()
