@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import re
 from collections.abc import Sequence
 from contextlib import suppress
@@ -116,7 +117,7 @@ class Selector:
 
         A lock can have the name of a task: then the other locks of the task are meant as well.
         """
-        if is_key(self.text):
+        if is_key(self.text) and not self.is_pattern:
             return True
         if self.text in self.tasks:
             return False
@@ -128,7 +129,10 @@ class Selector:
 
     @cached_property
     def _pattern(self) -> re.Pattern[str]:
-        return re.compile(re.sub(r"\\\*|…", ".*", re.escape(self.text)), re.DOTALL)
+        # Only the star is special here. What fnmatch writes does not backtrack: a pattern with many
+        # stars takes no longer than another.
+        stars = self.text.replace("[", "[[]").replace("?", "[?]").replace("…", "*")
+        return re.compile(fnmatch.translate(stars))
 
     def selects(self, lock: Any) -> bool:
         """Say whether this lock, a :class:`HeldLock`, is meant."""
@@ -158,7 +162,7 @@ class Selector:
             return bool(self.text)
         if not self.is_pattern:
             return False
-        return any(self._pattern.fullmatch(text) for text in texts if text)
+        return any(self._pattern.match(text) for text in texts if text)
 
 
 def select(text: str) -> Selector:

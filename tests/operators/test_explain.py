@@ -64,7 +64,7 @@ def test_slots_are_told_one_by_one_and_their_conflicts_together():
     hold(key=f"{KEY}#2", slots=2, token="two", ago=20)
     skipped(20, 10, 4, name=NAME, key=KEY, blocked_by="two")
     skipped(20, 10, 1, name=NAME, key=KEY, blocked_by="one", result="waiting", reason="requeue")
-    assert explained().startswith(f"{NAME}: held (2 of 2 slots)\n  held       held, for 2m ")
+    assert explained().startswith(f"{NAME}: held (2 of 2 slots)\n  slot       held, for 2m ")
     assert facts()["conflicts"].startswith("5 during this hold, 1 waiting; the last ")
     assert "manage.py locks clear one\n" in explained()
     assert "manage.py locks clear two\n" in explained()

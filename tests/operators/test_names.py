@@ -60,7 +60,11 @@ def test_lock_is_selected_by_what_is_listed(feed, text):
 
 
 @pytest.mark.parametrize(
-    "text", ["*sync*", "sync*", "*(feed=1)", "web-*:40", "5d*", "shop.*", "…ync(fe…1)", "s…c"]
+    "text",
+    [
+        *("*sync*", "sync*", "*(feed=1)", "web-*:40", "5d*", "shop.*", "…ync(fe…1)", "s…c"),
+        f"{key_of('feed')[:-1]}*",
+    ],
 )
 def test_pattern_fits_one_of_the_things_that_are_listed(feed, text):
     assert selected(text) == ["shop.tasks.sync(feed=1)"]
@@ -69,6 +73,19 @@ def test_pattern_fits_one_of_the_things_that_are_listed(feed, text):
 @pytest.mark.parametrize("text", ["sync(1)", "sync(feed=2)", "sync( feed=1 )", "ync", "web", "*yn"])
 def test_nothing_that_is_typed_is_parsed_or_completed(feed, text):
     assert selected(text) == []
+
+
+def test_only_the_star_is_special_in_a_pattern():
+    hold(name="list([1])")
+    hold(name="list(1)", token="t2")
+    assert selected("list([1]*") == ["list([1])"]
+    assert selected("list(?*") == []
+
+
+def test_pattern_of_many_stars_is_soon_compared():
+    """A comparison that tries each part of the name for each star would take days."""
+    hold(name="a" * 200)
+    assert selected("*" * 12 + "a*" * 12 + "Z") == []
 
 
 def test_last_part_is_what_follows_the_modules():
