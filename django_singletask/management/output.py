@@ -64,26 +64,39 @@ def widest(column: Iterable[str]) -> int:
     return max(map(len, column))
 
 
-def fit(columns: dict[int, list[str]], room: int, name: int, spare: int) -> None:
+def fit(columns: dict[int, list[str]], room: int, name: int, spare: int | None) -> None:
     """Make columns fit into so much room.
 
     The modules of the names go first, then the column ``spare``, then the middle of the names, and
-    the middle of the last column.
+    a part of the last column.
     """
-
-    def excess() -> int:
-        between = 2 * len(columns) - 2
-        return sum(map(widest, columns.values())) + between - room
-
-    if excess() > 0:
+    if excess(columns, room) > 0:
         head, *names = columns[name]
         columns[name] = [head, *without_modules(names)]
-    if excess() > 0:
-        columns.pop(spare, None)
-    for number, least in ((name, 24), (max(columns), 8), (name, 10)):
-        if excess() > 0:
-            wide = widest(columns[number])
-            columns[number] = shorten(columns[number], max(least, wide - excess()))
+    if excess(columns, room) > 0 and spare is not None:
+        del columns[spare]
+    last = max(columns)
+    too_much = excess(columns, room)
+    widths = {number: widest(column) for number, column in columns.items()}
+    for number, least in ((name, 24), (last, 8), (name, 10)):
+        narrow = min(widths[number], max(least, widths[number] - too_much))
+        too_much -= widths[number] - narrow
+        widths[number] = narrow
+    columns[name] = shorten(columns[name], widths[name])
+    columns[last] = [cut_last(text, widths[last]) for text in columns[last]]
+
+
+def excess(columns: dict[int, list[str]], room: int) -> int:
+    """Return by how many characters the columns, and the gaps between them, are too wide."""
+    gaps = 2 * len(columns) - 2
+    return sum(map(widest, columns.values())) + gaps - room
+
+
+def cut_last(text: str, width: int) -> str:
+    """Cut the end of words, and the middle of an address or an id, if they are too wide."""
+    if len(text) > width and " " in text:
+        return f"{text[: width - 1]}…"
+    return cut(text, width)
 
 
 def without_modules(names: Sequence[str]) -> list[str]:
@@ -181,7 +194,7 @@ def history_table(rows: Sequence[TaskLockEvent]) -> Iterator[str]:
     # Two of them where a switch to or from summer time lies between the rows.
     zones = {words.clock_time(row.at, zone=True).partition(" ")[2] for row in rows}
     heads = (f"BEGAN ({'/'.join(sorted(zones))})", "ENDED", "LOCK", "WHAT", "HELD", "BY")
-    yield from table(heads, map(_row_cells, rows), name=2, right=(0, 1, 4))
+    yield from table(heads, map(_row_cells, rows), name=2, right=(0, 1, 4), spare=4)
 
 
 def _row_cells(row: TaskLockEvent) -> tuple[str, ...]:
@@ -191,6 +204,8 @@ def _row_cells(row: TaskLockEvent) -> tuple[str, ...]:
         what = words.reason(row)
     if row.count > 1:
         what += f" ×{row.count}"
+    if row.retaken_at:
+        what += f", {RETAKEN} {_short_time(row.retaken_at, row.at)}"
     held = "-"
     if row.hold_ended_at is not None:
         held = words.lasted(row)
@@ -200,8 +215,6 @@ def _row_cells(row: TaskLockEvent) -> tuple[str, ...]:
         by = re.sub(r" on \S+ \(manage\.py locks\)$", "", row.actor)
         if row.reason:
             by += f": {row.reason}"
-    if row.retaken_at:
-        by += f", {RETAKEN} {_short_time(row.retaken_at, row.at)}"
     began = _short_time(row.at, timezone.now())
     ended = words.end_time(row, lambda at: _short_time(at, row.at))
     return began, ended, row.name, what, held, by

@@ -257,7 +257,7 @@ def _tell_run(run: TaskLockEvent) -> str:
     when = run.end
     if run.is_counted:
         when = run.at
-    text = f"{run.holder()}: {words.word(run)} {_ago(when)}"
+    text = f"{run.holder()}: {words.word(run)} {_when(when)}"
     if run.is_counted:
         text += f", {words.reason(run)}"
     if run.blocked_by_task_id:
@@ -275,6 +275,8 @@ def _tell_hold(why: Why, lock: HeldLock) -> Iterator[Fact]:
         label = "slot"
         text = f"{lock.word}, {text}"
     yield Fact(label, text)
+    if lock.task and not lock.name.startswith(lock.task):
+        yield Fact("task", lock.task)
     if lock.state not in WITHOUT_PROCESS:
         yield Fact("lease", _tell_lease(lock))
         yield Fact("page", words.task_page(lock.task_id))
@@ -283,7 +285,7 @@ def _tell_hold(why: Why, lock: HeldLock) -> Iterator[Fact]:
     yield Fact("free", _clear_command(lock), is_command=True)
 
 
-def _named(why: Why, lock: HeldLock, text: str) -> str:
+def _named(why: Why, lock: HeldLock | TaskLockEvent, text: str) -> str:
     """Say which lock of a task a text is about; the name of the lock is said already."""
     if why.key:
         return text
@@ -298,14 +300,14 @@ def _tell_past(why: Why) -> Iterator[Fact]:
     yield Fact("conflicts", _tell_conflicts(why))
     yield Fact("completed", _tell_completed(why))
     for row in why.troubles:
-        yield Fact("trouble", _tell_trouble(row))
+        yield Fact("trouble", _named(why, row, _tell_trouble(row)))
 
 
 def _tell_trouble(row: TaskLockEvent) -> str:
     when = row.end
     if row.troubles == [RETAKEN] and row.retaken_at:
         when = row.retaken_at
-    parts = [f"{' and '.join(row.troubles)} {_ago(when)}", str(row.holder())]
+    parts = [f"{' and '.join(row.troubles)} {_when(when)}", str(row.holder())]
     parts += filter(None, [words.witness(row), row.reason])
     return ", ".join(parts)
 
@@ -313,12 +315,12 @@ def _tell_trouble(row: TaskLockEvent) -> str:
 def _tell_completed(why: Why) -> str:
     last = why.completed
     if last:
-        when = _ago(last.end)
+        when = _when(last.end)
         if last.result == "raised":
             when += " with an error"
-        return f"{when}, after {words.lasted(last)}, by {last.holder()}"
+        return _named(why, last, f"{when}, after {words.lasted(last)}, by {last.holder()}")
     if why.task_completed:
-        return f"none of this lock is recorded; the task completed {_ago(why.task_completed.end)}"
+        return f"none of this lock is recorded; the task completed {_when(why.task_completed.end)}"
     return "none is recorded"
 
 
@@ -326,7 +328,7 @@ WITHOUT_PROCESS = {
     "kept": "for {left} more by lock_at_least; {lock} has returned",
     "handed_over": "handed over {ago} ago by {lock}; its receiver must take it within {left}",
     "queued": "{lock}, sent {ago} ago; stops identical calls for {left} at most",
-    "blocking": "{lock}, sent {ago} ago; stops them for {left}, although the call has begun",
+    "blocking": "{lock}, sent {ago} ago and begun; stops identical calls for {left} more",
     "expired": "{lock} took it {ago} ago; the cache no longer has the lock: nothing to free",
 }
 """What is said of a lock that no process has, by its state."""
@@ -345,7 +347,7 @@ def _tell_state(lock: HeldLock) -> str:
 
 def _tell_process(lock: HeldLock) -> str:
     if lock.death:
-        return f"dead: {lock.death}; the next call on this host takes the lock over"
+        return f"dead: {lock.death}; the next call on {lock.host} takes the lock over"
     if lock.state == "stopped":
         return "stopped on this host"
     if lock.alive:
@@ -433,3 +435,7 @@ def _clear_command(lock: HeldLock) -> str:
 
 def _ago(at: datetime) -> str:
     return f"{duration(ago(at))} ago"
+
+
+def _when(at: datetime) -> str:
+    return f"{_ago(at)} ({words.clock_time(at, dated=ago(at) >= DAY)})"

@@ -46,9 +46,9 @@ RUNNING = frozenset({"held", "starving", "slow", "stopped"})
 """States of a lock whose run has not ended, as far as is known."""
 HOLDING = RUNNING | {"dead", "handed_over", "kept"}
 """States of a lock that somebody has."""
-RANKS = {"dead": 0, "expired": 0, "stopped": 1, "slow": 2, "starving": 3}
+RANKS = {"dead": 0, "expired": 1, "stopped": 2, "slow": 3, "starving": 4}
 """States that somebody should look at, the worst first."""
-NO_RANK = 4
+NO_RANK = len(RANKS)
 
 
 @dataclasses.dataclass(kw_only=True)

@@ -246,7 +246,7 @@ def reason(event: TaskLockEvent) -> str:
     if event.kind != "conflict":
         return event.reason
     result = event.get_result_display()
-    if event.reason in ("skip", "raise"):
+    if event.reason in ("skip", "raise", "wait"):
         return result  # it says as much as these policies
     return f"{result}: {event.reason}"
 

@@ -90,7 +90,7 @@ def test_deleter_deletes_the_selected_events():
         ({**SKIPPED, "blocked_by": "tok"}, "conflict skipped blocked by tok"),
         (
             {"kind": "conflict", "result": "failed", "reason": "wait", "count": 31},
-            "conflict × 31 failed: wait",
+            "conflict × 31 failed",
         ),
         ({"kind": "duplicate", "reason": "kept"}, "duplicate kept"),
     ],

@@ -411,7 +411,7 @@ def test_reason_of_a_clearing_is_in_the_history(take):
     take("nightly")
     locks("clear", "nightly", "--yes", "--reason", "hangs since the deploy at 02:10, see #1234")
     assert cleared()[0].reason == "hangs since the deploy at 02:10, see #1234"
-    assert re.search(r"  \S+: hangs .*02:10, see #1234$", locks("history"), re.MULTILINE)
+    assert re.search(r"  \S+: hangs since the deploy.*…$", locks("history"), re.MULTILINE)
 
 
 def test_clear_works_for_a_user_without_a_name(take, monkeypatch):
@@ -632,7 +632,7 @@ def test_history_says_when_a_row_began_and_ended_with_the_date_of_another_day(at
 
 def test_history_says_when_a_lock_was_taken_again(at_noon):
     ran(0, 90, retaken=2)
-    assert locks("history").endswith("  unknown, retaken 11:58:30\n")
+    assert "  returned, retaken 11:58:30  " in locks("history")
 
 
 @pytest.mark.parametrize(
@@ -659,7 +659,7 @@ def test_history_says_what_became_of_a_call_and_why():
     assert [re.split(r"  +", line.strip())[3] for line in lines] == [
         "waiting: requeue",
         "waiting: redelivery",
-        "failed: wait",
+        "failed",
         "failed",
         "skipped: superseded",
         "skipped: outage",

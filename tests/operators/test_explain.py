@@ -46,8 +46,13 @@ def why(name=NAME):
     return SimpleNamespace(**locks_as_json("why", name))
 
 
+CLOCK = r" \((\d{4}-\d\d-\d\d )?\d\d:\d\d:\d\d\)"
+"""The time of what happened, which stands behind its age."""
+
+
 def explained(name=NAME):
-    return locks("why", name).rstrip("\n")
+    """Return what is printed, without the times: they are those of this moment."""
+    return re.sub(CLOCK, "", locks("why", name)).rstrip("\n")
 
 
 def facts(name=NAME):
@@ -159,7 +164,7 @@ def test_lock_whose_calls_stopped_does_not_starve():
 def test_dead_holder_is_taken_over():
     gone = ended_process()
     hold(**gone)
-    gone = f"(dead: process {gone['pid']} is gone; the next call on this host takes the lock over)"
+    gone = f"(dead: process {gone['pid']} is gone; the next call on vm takes the lock over)"
     assert facts()["held"].endswith(gone)
     assert "stop" not in facts()
     assert why(NAME).held[0]["alive"] is False
@@ -397,7 +402,7 @@ def test_task_is_summed_up(empty_cache):
         "  held       and 1 more",
         "  usual      5.00s, longest 5.00s",
         "  conflicts  31 skipped in the last 1d; the last 2s ago",
-        "  completed  1m 30s ago, after 5.00s, by task w on web-1, process 9",
+        f"  completed  {NAME}: 1m 30s ago, after 5.00s, by task w on web-1, process 9",
     ]
 
 
@@ -412,13 +417,27 @@ def test_locks_of_a_task_are_told_worst_first_each_with_its_commands(child):
     child.send_signal(signal.SIGSTOP)
     wait_for(lambda: "(stopped on this host)" in explained(TASK), "it is stopped")
     lines = explained(TASK).splitlines()[1:]
-    states = [line.partition("): ")[2].partition(",")[0] for line in lines if "): " in line]
+    held = [line for line in lines if line.startswith("  held ")]
+    states = [line.partition("): ")[2].partition(",")[0] for line in held]
     assert states == ["dead", "stopped", "slow", "held"]
     labels = [line.split()[0] for line in lines]
     dead = ["held", "lease", "free"]
     stopped = ["held", "lease", "continue", "stop", "stop", "free"]
     running = ["held", "lease", "stop", "stop", "free"]
     assert labels[:19] == [*dead, *stopped, *running, *running]
+
+
+@pytest.mark.parametrize(("ago", "form"), [(90, "%H:%M:%S"), (100_000, "%Y-%m-%d %H:%M:%S")])
+def test_what_happened_has_its_time(ago, form):
+    run = ran(ago, 5, name=NAME, key=KEY, task=TASK)
+    assert f" ago ({run.ended_at:{form}}), after " in locks("why", NAME)
+
+
+def test_lock_with_a_name_of_its_own_tells_its_task():
+    hold(name="customer:7", key=key_of("customer:7"))
+    assert facts("customer:7")["task"] == TASK
+    hold()
+    assert "task" not in facts()
 
 
 def test_queued_call_of_a_task_is_told_with_its_name():

@@ -105,8 +105,8 @@ def test_long_actor_and_reason_leave_room_for_names_and_processes():
     ran(60, name="feeds.import_feed('https://example.org')", host="web-3", pid=8121)
     row("run", 1, outcome="cleared", actor="ada" * 50, reason="it hangs " * 28)
     [_head, cleared, returned] = locks("history").splitlines()
-    assert re.search(r"  cleared .* ada.*….*hangs$", cleared)
-    assert re.search(r"  …\S+xample.org'\)  returned .*  web-3:8121$", returned)
+    assert re.search(r"  cleared .*  ada.*…$", cleared)
+    assert re.search(r"  …\S+xample.org'\)  returned  web-3:8121$", returned)
     assert len(cleared) <= 80
 
 

@@ -286,7 +286,7 @@ def test_the_command_lists_it(dead):
     out = io.StringIO()
     with hold(add, 1):
         call_command("locks", stdout=out)
-    assert re.search(r"^users\.add\(a=1\) .* elsewhere$", out.getvalue(), re.MULTILINE)
+    assert re.search(r"^handed over  users\.add\(a=1\) .* elsewhere$", out.getvalue(), re.MULTILINE)
     assert "dead" not in out.getvalue()
 
 
