@@ -126,13 +126,13 @@ class HeldLock(Holder):
         return _("{} of {}").format(self.slots_held, self.slots)
 
 
-SAID = (CannotList, ImproperlyConfigured, NoHistory, NotMarked, SeveralMeant, UnknownName)
-"""Errors whose texts say all that there is to say."""
+EXPLAINED = (CannotList, ImproperlyConfigured, NoHistory, NotMarked, SeveralMeant, UnknownName)
+"""Errors whose texts need no explanation from here."""
 
 
 def cannot_ask(error: Exception) -> str:
     """Say in one line why the cache that holds the locks cannot be used."""
-    if isinstance(error, SAID):
+    if isinstance(error, EXPLAINED):
         return str(error)
     cure = ""
     if isinstance(error, LockUnavailable) and isinstance(error.__cause__, Exception):
@@ -217,16 +217,19 @@ def _list_expired(tokens: set[str]) -> list[HeldLock]:
 
 
 def must_be_known(selectors: Iterable[Selector], locks: Sequence[HeldLock] = ()) -> None:
-    """Raise :class:`UnknownName` if a name selects no lock and nothing else knows it.
+    """Raise :class:`UnknownName` if a name selects no lock, no task and no row of the history.
 
-    Without the history nobody can say so. A pattern may select nothing.
+    A pattern may select nothing. If the history is off or cannot be read, no name is refused: its
+    lock may only have no row.
     """
+    if conf.history == "off":
+        return
     for selector in selectors:
         if selector.is_pattern or any(map(selector.selects, locks)) or selector.tasks:
             continue
         with suppress(NoHistory):
             rows, _complete = find([selector], limit=1)
-            if not rows and conf.history != "off":
+            if not rows:
                 raise UnknownName(selector.text)
 
 
@@ -275,8 +278,9 @@ def _find_slow(locks: list[HeldLock]) -> None:
 def limit_of(usual: UsualHold) -> float:
     """Return the seconds after which a hold is slow.
 
-    Of runs that are all alike, the next is longer than the five before it in one case of six: so
-    the limit is twice the longest. A second instead of a hundredth is nothing to look at.
+    That is twice the longest of the last runs: even if all are alike, one run of six is longer
+    than the five before it. It is also some seconds more than the usual run: nobody should look at
+    a run that takes a second instead of a hundredth.
     """
     if usual.runs < ENOUGH:
         return inf
@@ -294,7 +298,7 @@ def add_conflicts(locks: list[HeldLock]) -> list[HeldLock]:
         with reading():
             tokens = [lock.token for lock in locks]
             counts = TaskLockEvent.objects.values_list("blocked_by", "reason", "result", "count")
-            for token, reason, result, count in counts.blocked_by(tokens):  # type: ignore[attr-defined]
+            for token, reason, result, count in counts.calls_blocked_by(tokens):  # type: ignore[attr-defined]
                 met[token] += count
                 if result == "waiting":
                     waited[token] += count
