@@ -87,14 +87,15 @@ def probe(alias: str) -> Probe:
     findings += look_at(store)
     levels = {finding.level for finding in findings}
     if "restart" in levels:
-        findings.append(Finding("restart", f"now {look_at_stake()}"))
+        cost = cost_of_restart()
+        findings.append(Finding("restart", f"now {cost}"))
     backend = type(store.cache)
     name = f"{backend.__module__}.{backend.__qualname__}"
     fit = "unfit" not in levels
     return Probe(alias, name, store.place, findings, median, slowest, fit)
 
 
-def look_at_stake() -> str:
+def cost_of_restart() -> str:
     """Say what a restart now would cost, as far as the cache or the history know it."""
     try:
         locks = list_held()

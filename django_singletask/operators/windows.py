@@ -94,7 +94,7 @@ class Window:
 def window_of(query: Mapping[str, str], now: datetime) -> tuple[Window | None, str]:
     """Return the window that an address names, if any, and what is wrong with it, if anything.
 
-    Only ``from`` is up to now, only ``to`` is the hour before.
+    Without ``to`` the window ends now. Without ``from`` it begins an hour before its end.
     """
     first = query.get("from", "").strip()
     last = query.get("to", "").strip()
@@ -110,6 +110,7 @@ def window_of(query: Mapping[str, str], now: datetime) -> tuple[Window | None, s
         start = end - HOUR
         if first:
             start = words.to_moment(first)
+        # No window is longer than the longest step, so that each one has labels.
         start = max(start, now - STEPS[-1])
     except (ValueError, OverflowError):
         typed = f"{first} {last}".strip()
