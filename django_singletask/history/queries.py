@@ -36,7 +36,8 @@ RUNS = 100
 FREQUENT = 5000
 """The maximum number of rows that a search or a window sorts: of more rows, the newest."""
 DAY = timedelta(days=1)
-# Conditions of indexes, which SQLite must find in a statement without parameters.
+# Conditions of partial indexes. A database uses such an index only if the statement repeats its
+# condition, and SQLite finds it there only without parameters.
 STATE = "NOT (outcome = 'released')"
 BLOCKED = "NOT (kind = 'run')"
 BATCH = 500
@@ -137,8 +138,7 @@ class TaskLockEventQuerySet(models.QuerySet[Any]):
     def of_state(self, kind: str, outcome: str = "") -> TaskLockEventQuerySet:
         """Keep the rows of a kind with this outcome; calls have the outcome "".
 
-        The index of kinds and outcomes has only the rows that fulfil ``STATE``. A database uses the
-        index only if the statement repeats that condition.
+        The index of kinds and outcomes has only the rows that fulfil ``STATE``.
         """
         rows = self.filter(kind=kind, outcome=outcome)
         if outcome == "released":
@@ -226,7 +226,7 @@ class TaskLockEventQuerySet(models.QuerySet[Any]):
         return found.newest()
 
     def older_than(self, seconds: float | None = None) -> TaskLockEventQuerySet:
-        """Keep the rows in which nothing happened for so many seconds; an open row has not ended.
+        """Keep the rows in which nothing happened for so many seconds, except those of open holds.
 
         The default is ``SINGLETASK_HISTORY_DAYS``.
         """

@@ -78,8 +78,7 @@ def _check(cache: str, rows: Sequence[TaskLockEvent]) -> None:
     """Check whether the runs of open rows, whose first lease is over, still hold their locks.
 
     Report the end of a run that is over. Note in the row when the cache is missing its token, and
-    forget that when the token is back again. A fixed lease that lasts longer was extended: when it
-    will end is not known.
+    forget that when the token is back again.
     """
     entries = get_store(cache).read_many([row.key for row in rows])
     newly_missing = []
@@ -88,6 +87,7 @@ def _check(cache: str, rows: Sequence[TaskLockEvent]) -> None:
         ref = LockRef(cache, row.name, row.key)
         entry = entries.get(row.key)
         if entry is not None and Holder.decode(entry.value).token == row.token:
+            # A fixed lease that lasts longer than its row says was extended: its end is not known.
             if row.noticed_at or row.fixed:
                 back_again.append(row.pk)
             _check_entry(ref, entry, row)

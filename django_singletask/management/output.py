@@ -80,6 +80,7 @@ def fit(columns: dict[int, list[str]], room: int, name: int, spare: int) -> None
         columns[name] = [head, *without_modules(names)]
     if excess() > 0:
         columns.pop(spare, None)
+    # Each step cuts one column, but leaves it a width.
     for number, least in ((name, 24), (max(columns), 8), (name, 10)):
         if excess() > 0:
             wide = widest(columns[number])
@@ -166,14 +167,12 @@ def _lock_cells(lock: HeldLock, state: str) -> tuple[str, ...]:
 
 def starving_table(states: Sequence[Starving]) -> Iterator[str]:
     heads = ("LOCK", "CONFLICTS", "STARVING FOR", "LAST CONFLICT", "COMPLETED")
-    rows = (
-        (
-            state.name,
-            str(state.conflicts),
-            *map(words.duration, (state.unmet, state.last_conflict, state.since_completed)),
-        )
-        for state in states
-    )
+    rows = []
+    for state in states:
+        starved = words.duration(state.unmet)
+        last_conflict = words.duration(state.last_conflict)
+        completed = words.duration(state.since_completed)
+        rows.append((state.name, str(state.conflicts), starved, last_conflict, completed))
     return table(heads, rows, name=0, right=(1, 2, 3, 4))
 
 

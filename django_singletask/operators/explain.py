@@ -43,7 +43,7 @@ class Why:
 
     The attributes are the keys of the JSON:
 
-    * ``key`` is empty for a task, and ``run`` is the run whose id was asked for, if it holds none.
+    * ``key`` is empty for a task. ``run`` is the run whose id was asked for, if it holds no lock.
     * ``held`` are locks in a state of ``HOLDING``, the worst first: the holder, and those of other
       slots; or the locks of the task. ``queued`` are the calls that stop duplicates, ``expired``
       holds whose end nobody reported.
@@ -211,7 +211,7 @@ def _read_rows(rows: Any) -> tuple[list[Any], str]:
 def _note_rows(known: Why, rows: list[TaskLockEvent]) -> None:
     """Note what the newest rows say of a lock or a task."""
     known.completed = _last_completed(rows)
-    if len(rows) == NEWEST:
+    if len(rows) == NEWEST:  # there may be older rows, which were not read
         known.within = min(DAY, ago(rows[-1].end))
     met = [row for row in rows if row.is_counted]
     known.conflict = next(iter(met), None)

@@ -39,6 +39,10 @@ Figures = defaultdict[str, Any]
 """Numbers and seconds of a task by their columns, and by each result of its runs and calls."""
 
 
+def new_figures() -> Figures:
+    return defaultdict(int)
+
+
 @dataclasses.dataclass
 class TaskFigures:
     """What happened to a task in a window, and in the one ``before`` it.
@@ -47,8 +51,8 @@ class TaskFigures:
     how many of its holds go on.
     """
 
-    now: Figures = dataclasses.field(default_factory=lambda: defaultdict(int))
-    before: Figures = dataclasses.field(default_factory=lambda: defaultdict(int))
+    now: Figures = dataclasses.field(default_factory=new_figures)
+    before: Figures = dataclasses.field(default_factory=new_figures)
 
     def add(self, total: dict[str, Any]) -> None:
         """Add a sum of rows; see ``TaskLockEventQuerySet.totals_by_task()``."""

@@ -163,7 +163,7 @@ def look_from_another_process(alias: str, store: Store) -> Finding:
 
 
 def look_at(store: Store) -> Iterator[Finding]:
-    """Yield what the server of a store says; that it refuses to say more is a note."""
+    """Yield what the server of a store says, with a note if it refuses to say more."""
     try:
         yield from starmap(Finding, _answers(store))
     except Exception as error:  # each client has errors of its own
@@ -210,7 +210,8 @@ def _of_redis(client: Any) -> Iterator[tuple[str, str]]:
         yield "warning", f"maxmemory-policy {policy} {text}: {cure}"
     if info.get("role") != "master":
         yield "unfit", f"the server is a {info.get('role')}: locks need the primary"
-    if replicas := info.get("connected_slaves"):
+    replicas = info.get("connected_slaves")
+    if replicas:
         text = "a failover can lose the newest locks, and then a second copy of a task can start"
         yield "warning", f"{plural(replicas, 'replica')}: {text}"
     # The last question, since managed servers forbid CONFIG.

@@ -78,20 +78,21 @@ def _together(found: Iterable[Found]) -> Found:
 def _find(selector: Selector, what: str, window: Window, limit: int) -> Found:
     """Find the rows that a selector means, by indexes if these have any."""
     if not selector.is_pattern:
-        rows, complete = _find_by_index(selector, what, window, limit)
+        found = [_read(rows, what, window, limit) for rows in _indexed(selector)]
+        rows, complete = _together(found)
         if rows:
             return rows, complete
     return _scan(selector, what, window, limit)
 
 
-def _find_by_index(selector: Selector, what: str, window: Window, limit: int) -> Found:
-    """Find the rows that have the text as their task, name, task id or token."""
+def _indexed(selector: Selector) -> list[Any]:
+    """Return the rows with the text as task, name, task id or token: an index serves each."""
     history = TaskLockEvent.objects
-    indexed = [history.of_task(task) for task in selector.tasks]
-    indexed.append(history.named(selector.name))
-    indexed.append(history.filter(task_id=selector.text).newest())
-    indexed.append(history.filter(ref=selector.text).newest())
-    return _together([_read(rows, what, window, limit) for rows in indexed])
+    by_task = [history.of_task(task) for task in selector.tasks]
+    by_name = history.named(selector.name)
+    by_id = history.filter(task_id=selector.text).newest()
+    by_token = history.filter(ref=selector.text).newest()
+    return [*by_task, by_name, by_id, by_token]
 
 
 def _scan(selector: Selector, what: str, window: Window, limit: int) -> Found:

@@ -26,9 +26,9 @@ FEW = 20
 class Starving:
     """A lock whose calls find it held, or are stopped as duplicates, while none completes.
 
-    ``conflicts`` counts these calls. Seconds before now: ``since_completed`` is the end of the last
-    completed run (None: not within the newest rows of the name), ``unmet`` the first of these
-    calls, ``last_conflict`` the last.
+    ``conflicts`` counts these calls. The other numbers are seconds before now: ``unmet`` is the
+    first of these calls, ``last_conflict`` the last one, and ``since_completed`` the end of the
+    last completed run. It is None if the newest rows of the name have no such run.
     """
 
     name: str
@@ -90,6 +90,8 @@ def starvation(
     calls = _unmet_calls(newest, completed, ended_at)
     if not calls:
         return None
+
+    # The lock starves since the first of these calls, but not since before its last completed run.
     began_at = min(row.at for row in calls)
     since_completed = None
     if ended_at:
@@ -99,11 +101,13 @@ def starvation(
     since_last = ago(max(row.end for row in calls))
     conflicts = sum(row.count for row in calls)
 
+    # The first rule: the calls have come to nothing for long enough.
     span = since_first - since_last
     if span < longer_than:
         return None
-    # The lock is no longer called if its next call is late. A lock that is called once a day waits
-    # a day for its next call.
+
+    # The second rule: calls still come. Of a lock that is called once a day, the last call can be
+    # older than the limit. It is no longer called if the last call is two days old.
     usual_pause = span / max(1, conflicts - 1)
     if since_last > max(longer_than, 2 * usual_pause):
         return None
@@ -142,13 +146,13 @@ def _suspects(longer_than: float) -> set[str]:
     # newer conflicts than are read.
     open_tokens = rows.open().values_list("ref", flat=True)[:OPEN]
     calls = rows.calls_blocked_by(open_tokens)
-    # Calls of the last time, whatever they met. An hour is added to the limit, because a lock also
-    # starves if the pause between its calls is longer than a short limit.
+    # Recent calls, whatever they met. An hour is added for short limits: a lock that is called less
+    # often than that can starve, too.
     since = django_now() - timedelta(seconds=longer_than + HOUR)
     for kind in COUNTED:
         newest = rows.of_state(kind)[:NEWEST]
         calls += [row for row in newest if row.end >= since]
-    # If the run that a call met has completed since, the call does not show that its lock starves.
+    # Not the calls that met a run which has completed since.
     blockers = rows.runs(row.blocked_by for row in calls)
     completed = {run.token for run in blockers if run.is_completed}
     return {row.name for row in calls if row.blocked_by not in completed}

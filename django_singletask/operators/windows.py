@@ -74,7 +74,8 @@ class Window:
         return min(100.0, max(0.0, 100 * ((at - self.start) / self.length)))
 
     def labels(self) -> Iterator[tuple[str, str]]:
-        """Return the places and the texts of the round times, which are round in its time zone."""
+        """Yield the place and the text of each time that is round in the user's time zone."""
+        # the shortest step that needs few enough labels
         step = next(step for step in STEPS if self.length / step <= LABELS)
         form = "H:i"
         if step >= DAY:

@@ -65,7 +65,8 @@ def parse_duration(text: str) -> float:
     Raises the error of ``argparse``, which shows its message, for anything else.
     """
     seconds = 0.0
-    if match := GRAMMAR.fullmatch(text):
+    match = GRAMMAR.fullmatch(text)
+    if match:
         for number, unit in zip(match.groups("0"), UNITS.values(), strict=True):
             seconds += int(number) * unit
     if not 0 < seconds <= LONGEST:
