@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from copy import copy
 from datetime import datetime
 from functools import lru_cache, wraps
@@ -86,7 +86,7 @@ RUNS = [code for code in words.WORDS if code not in (*CALLS, *TROUBLES)]
 View = Callable[..., HttpResponse]
 
 
-def attempt(otherwise: Any, ask: Callable[..., Any], *args: Any) -> tuple[Any, str]:
+def attempt(ask: Callable[..., Any], *args: Any, otherwise: Any) -> tuple[Any, str]:
     """Return the answer of the cache or the history; or ``otherwise``, and why there is none."""
     try:
         return ask(*args), ""
@@ -320,12 +320,14 @@ class TaskLockEventAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
         """List the locks that are held, as the store knows them at this moment."""
         searched = request.GET.get("q", "").strip()
         order, column, headings = sorting(request.GET.get("o", ""), ORDERS, "-state")
-        hungry, unknown = attempt((), starving)
-        locks, trouble = attempt([], list_locks, searched, hungry)
+        hungry, unknown = attempt(starving, otherwise=())
+        locks, trouble = attempt(list_locks, searched, hungry, otherwise=[])
+        # list_locks() has sorted them by state, the worst first.
         if order == "state":
             locks.reverse()
         elif column != "state":
-            sort_locks(locks, column, backwards=order != column)
+            is_descending = order != column
+            sort_locks(locks, column, backwards=is_descending)
         page = Paginator(locks, SHOWN).get_page(request.GET.get("p"))
         refreshes = request.GET.get("refresh") == "10"
         of_all = {}
@@ -354,7 +356,7 @@ class TaskLockEventAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
     def clear_view(self, request: HttpRequest) -> HttpResponse:
         """Ask, then free locks if the holders that were shown still have them.
 
-        ``lock`` is a key with a token; with ``dead`` all locks of dead processes are meant.
+        ``lock`` is a key with a token. ``dead`` means all locks of dead processes.
         """
         if not self.has_clear_permission(request):
             raise PermissionDenied
@@ -362,28 +364,35 @@ class TaskLockEventAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
         if request.method == "POST":
             query = request.POST
         asked = query.getlist("lock")
+        back_to_list = HttpResponseRedirect(self.url("changelist"))
         if "dead" in query:
             asked = []
-        elif not asked:
+            locks, trouble = attempt(dead_locks, otherwise=[])
+        elif asked:
+            locks, trouble = attempt(locks_named, asked, otherwise=[])
+        else:
             messages.warning(request, _("No lock was named: choose here which one to clear."))
-            return HttpResponseRedirect(self.url("changelist"))
-        locks, trouble = attempt([], choose_locks, asked)
+            return back_to_list
         if trouble:
             messages.error(request, trouble)
-        elif locks and "reason" not in request.POST:
+            return back_to_list
+        is_confirmed = "reason" in request.POST  # only the form that asks sends a reason
+        if locks and not is_confirmed:
             return self.ask_to_clear(request, locks, asked)
-        else:
-            self.clear_locks(request, locks, {key_of(text) for text in asked})
-        return HttpResponseRedirect(self.url("changelist"))
+        # If no lock is left, this frees none, and tells the user so.
+        self.clear_locks(request, locks, {key_of(text) for text in asked})
+        return back_to_list
 
-    def clear_locks(self, request: HttpRequest, locks: list[HeldLock], missing: set[str]) -> None:
-        """Free locks, and tell the user; ``missing`` are the keys that are asked for."""
-        # A holder may have changed since the locks were read: the store decides.
+    def clear_locks(self, request: HttpRequest, locks: list[HeldLock], asked: set[str]) -> None:
+        """Free locks, and tell the user which keys of ``asked`` were not freed.
+
+        A holder may have changed since the locks were read: the store decides.
+        """
         actor = request.user.get_username()
         reason = clean(request.POST.get("reason", "").strip(), 255)
         freed, refused = held.clear_all(locks, actor=actor, reason=reason)
         self.report_cleared(request, freed, reason)
-        missing -= {lock.key for lock in locks}
+        missing = asked - {lock.key for lock in locks}
         missing |= {lock.key for lock in refused.pop(held.GONE, ())}
         for why_not, kept in refused.items():
             names = words.few([lock.name for lock in kept])
@@ -427,7 +436,7 @@ class TaskLockEventAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
     def report_cleared(self, request: HttpRequest, locks: list[HeldLock], reason: str) -> None:
         """Tell the user and the admin's own log; the locks themselves tell the history."""
         read = reading(even_if_off=True)(TaskLockEvent.objects.runs)
-        runs, _trouble = attempt((), read, [lock.token for lock in locks])
+        runs, _trouble = attempt(read, [lock.token for lock in locks], otherwise=())
         pks = {run.token: run.pk for run in runs}
         for lock in locks:
             event = TaskLockEvent(name=lock.name, outcome="cleared", pk=pks.get(lock.token))
@@ -445,20 +454,20 @@ class TaskLockEventAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
 
     @for_viewers
     def timeline_view(self, request: HttpRequest) -> HttpResponse:
-        """Draw a window of the history; of one lock or task if the address names it."""
+        """Draw a window of the history, of all locks or of the lock or task in the address."""
         now = timezone.now()
         form = window_form(request, now, "1h")
         name = request.GET.get("name", "")
-        task = request.GET.get("task", "")
+        task = ""
+        lock_or_task = name
+        if not name:
+            task = request.GET.get("task", "")
+            lock_or_task = task
         title: Any = TABS["timeline"]
-        if name:
-            task = ""
-            title = name
-        elif task:
-            title = task
         explained = {}
-        if name or task:
-            explained = explain(title)
+        if lock_or_task:
+            title = lock_or_task
+            explained = explain(lock_or_task)
         event = self.get_object(request, request.GET.get("event", ""))
         rows: Any = self.get_queryset(request)
         drawing = draw(rows, form["window"], now=now, name=name, task=task, event=event)
@@ -485,8 +494,10 @@ class TaskLockEventAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
         rows: Any = self.get_queryset(request)
         tasks = per_task(rows, window, now)
         tasks.sort(key=lambda each: each.now["task"])
-        tasks.sort(key=lambda each: each.now[column], reverse=sort != column)
+        is_descending = sort != column
+        tasks.sort(key=lambda each: each.now[column], reverse=is_descending)
         columns = [(label, *headings[name]) for name, label in COLUMNS.items()]
+        form["only"] = f"&sort={sort}"
         return self.render(
             request,
             "per_task",
@@ -494,14 +505,17 @@ class TaskLockEventAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
             spans=SPANS,
             tasks=tasks,
             columns=columns,
-            **{**form, "only": f"&sort={sort}"},
+            **form,
         )
 
     # The history
 
     @for_viewers
     def changelist_view(self, request: HttpRequest, extra_context: Any = None) -> HttpResponse:
-        return super().changelist_view(request, self.context(request) | (extra_context or {}))
+        context = self.context(request)
+        if extra_context:
+            context |= extra_context
+        return super().changelist_view(request, context)
 
     @for_viewers
     def change_view(self, request: HttpRequest, object_id: str, *args: Any) -> HttpResponse:
@@ -530,11 +544,13 @@ class TaskLockEventAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
         text = search_term.strip()
         if not text:
             return queryset, False
-        # The name of a task can be its last parts.
-        end, *arguments = text.split("(", 1)
+        # What is typed is a task or a call, perhaps with the last parts of the task's name only.
+        end, parenthesis, arguments = text.partition("(")
         tasks = [task for task in known_tasks() if f".{task}".endswith(f".{end.strip()}")]
-        calls = [f"{task}({each}" for task in tasks for each in arguments]
-        return queryset.search([text, *calls], () if arguments else tasks), False
+        if parenthesis:
+            calls = [f"{task}({arguments}" for task in tasks]
+            return queryset.search([text, *calls]), False
+        return queryset.search([text], tasks), False
 
     @admin.display(description=gettext_lazy("began"))
     def began(self, event: TaskLockEvent) -> str:
@@ -555,13 +571,14 @@ class TaskLockEventAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
         if event.retaken_at:
             at = words.clock_time(event.retaken_at, dated=True)
             retaken = _("retaken × {}, last at {}").format(event.retaken, at)
-        blocker = event.blocked_by_task_id or event.blocked_by
+        blocker = event.blocked_by_task_id
+        if not blocker:
+            blocker = event.blocked_by
         if blocker:
             shown = long_id(blocker)
             if event.blocker_pk:
-                shown = format_html(
-                    '<a href="{}">{}</a>', self.url("change", event.blocker_pk), shown
-                )
+                address = self.url("change", event.blocker_pk)
+                shown = format_html('<a href="{}">{}</a>', address, shown)
             blocker = format_html(_("blocked by {}"), shown)
         return format_html(
             '<span class="singletask-state singletask-{}">{}</span>{}',
@@ -575,26 +592,27 @@ class TaskLockEventAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
         shown = ""
         if event.task_id:
             shown = task_id(event.task_id)
-        return lines(shown, words.process(event.host, event.pid)) or SafeString("-")
+        known = lines(shown, words.process(event.host, event.pid))
+        if not known:
+            return SafeString("-")
+        return known
 
 
 def sorting(
-    order: str, columns: Iterable[str], default: str
+    order: str, columns: Collection[str], default: str
 ) -> tuple[str, str, dict[str, tuple[str, str]]]:
     """Return the order that an address names, if it exists, its column, and all headings.
 
-    An order is a column, with a minus if the highest come first. A heading is the order that a
-    click asks for, and the one that the column has. The first column has names, the others numbers.
+    An order is a column, with a minus if the highest come first. A heading is two texts: the order
+    that a click asks for, and "ascending", "descending" or "" for the order of now. The first
+    column has names, so a click sorts it upwards first; the others have numbers.
     """
-    column = order.removeprefix("-")
-    if column not in columns:
+    if order.removeprefix("-") not in columns:
         order = default
-        column = order.removeprefix("-")
-    headings = {}
-    for place, name in enumerate(columns):
-        headings[name] = (f"-{name}", "")
-        if place == 0:
-            headings[name] = (name, "")
+    column = order.removeprefix("-")
+    headings = {name: (f"-{name}", "") for name in columns}
+    first = next(iter(columns))
+    headings[first] = (first, "")
     headings[column] = (column, "descending")
     if order == column:
         headings[column] = (f"-{column}", "ascending")
@@ -603,7 +621,7 @@ def sorting(
 
 def explain(name: str) -> dict[str, Any]:
     """Return what is known of a lock or a task, or why nothing is."""
-    known, unknown = attempt(None, why, name)
+    known, unknown = attempt(why, name, otherwise=None)
     if known is None:
         return {"unknown": unknown}
     return {"known": known, "facts": facts(known)}
@@ -612,8 +630,9 @@ def explain(name: str) -> dict[str, Any]:
 def window_form(request: HttpRequest, now: datetime, span: str = "") -> dict[str, Any]:
     """Return what the form for a window needs; a wrong window of the address is a message.
 
-    Without a window in the address it is that of the ``span``, if there is one. ``only`` continues
-    the address of a page of the same lock or task.
+    Without a window in the address, it is that of the ``span``, if there is one. The form gets the
+    ``others`` of the address's parameters as they are. To an address with another window, ``only``
+    adds the same lock or task.
     """
     window, problem = window_of(request.GET, now)
     if problem:
@@ -621,7 +640,10 @@ def window_form(request: HttpRequest, now: datetime, span: str = "") -> dict[str
     if window is None and span:
         window = Window.past(span, now)
     others = [pair for pair in request.GET.items() if pair[0] not in (*WINDOW, "p")]
-    only = "".join(f"&{urlencode([pair])}" for pair in others if pair[0] in ("name", "task"))
+    subject = {name: value for name, value in others if name in ("name", "task")}
+    only = ""
+    if subject:
+        only = f"&{urlencode(subject)}"
     return {"window": window, "others": others, "only": only}
 
 
@@ -638,10 +660,13 @@ def key_of(asked: str) -> str:
     return asked.rpartition(" ")[0]
 
 
-def choose_locks(asked: list[str]) -> list[HeldLock]:
-    """Read the locks that are asked for; without any, find those of dead processes."""
-    if not asked:
-        return [lock for lock in held.list_held() if lock.state == "dead"]
+def dead_locks() -> list[HeldLock]:
+    """Return the locks of dead processes."""
+    return [lock for lock in held.list_held() if lock.state == "dead"]
+
+
+def locks_named(asked: list[str]) -> list[HeldLock]:
+    """Return the locks that are named by key and token, as far as they are still held."""
     locks = held.read(map(key_of, asked))
     return [lock for lock in locks if f"{lock.key} {lock.token}" in asked]
 

@@ -36,7 +36,8 @@ RUNS = 100
 FREQUENT = 5000
 """The maximum number of rows that a search or a window sorts: of more rows, the newest."""
 DAY = timedelta(days=1)
-# Conditions of indexes, which SQLite must find in a statement without parameters.
+# Conditions of partial indexes. A database uses such an index only if the statement repeats its
+# condition, and SQLite finds it there only without parameters.
 STATE = "NOT (outcome = 'released')"
 BLOCKED = "NOT (kind = 'run')"
 BATCH = 500
@@ -114,30 +115,34 @@ class TaskLockEventQuerySet(models.QuerySet[Any]):
     def newest(self) -> TaskLockEventQuerySet:
         return self.order_by("-happened_at")
 
-    def newest_of_them(self, most: int) -> tuple[TaskLockEventQuerySet, bool]:
-        """Return about so many rows, the newest ones, and whether these are all."""
+    def cut_after(self, most: int) -> tuple[TaskLockEventQuerySet, bool]:
+        """Keep about ``most`` rows, the newest; return them, and whether no other row is left.
+
+        The rows must be in the order of :meth:`newest`.
+        """
         times = list(self.values_list("happened_at", flat=True)[most - 1 : most + 1])
         if len(times) < 2:
             return self, True
-        # The rows of this very time are among them.
+        # All rows of the last time are kept, so they can be some more than ``most``.
         return self.filter(happened_at__gte=times[0]), False
 
     def open(self) -> TaskLockEventQuerySet:
         """Keep the rows of holds whose end is not reported, in the order of their index.
 
-        PostgreSQL expects many such rows, since it treats the two conditions as independent. So for
-        ``outcome = ''`` it may read the whole table, from the newest row.
+        The outcome is compared by ``<=``. For ``outcome = ''`` PostgreSQL may read the whole table,
+        from the newest row: it treats the conditions as independent, so it expects many such rows.
         """
         rows = self.filter(kind="run", outcome__lte="").extra(where=[STATE])
         return rows.order_by("outcome", "-happened_at")  # type: ignore[return-value]
 
     def of_state(self, kind: str, outcome: str = "") -> TaskLockEventQuerySet:
-        """Keep the rows of a kind and with an outcome, which calls do not have.
+        """Keep the rows of a kind with this outcome; calls have the outcome "".
 
-        The newest released runs are found without an index, since so many runs are released.
+        The index of kinds and outcomes has only the rows that fulfil ``STATE``.
         """
         rows = self.filter(kind=kind, outcome=outcome)
         if outcome == "released":
+            # Released runs are not in that index. They are so many that the newest are found soon.
             return rows
         return rows.extra(where=[STATE])  # type: ignore[return-value]
 
@@ -150,8 +155,9 @@ class TaskLockEventQuerySet(models.QuerySet[Any]):
     def of_task(self, task: str) -> TaskLockEventQuerySet:
         """Keep the rows of a task, the newest first.
 
-        The order is that of the index, and the condition is a range: for ``task = …`` PostgreSQL
-        may read all rows from the newest, and a task may have none among the last millions.
+        The range of one task makes PostgreSQL use the index of task and time. With ``task = …`` it
+        may read the rows of all tasks instead, from the newest one. That takes long if the task has
+        no row among the last millions.
         """
         return self.filter(task__gte=task, task__lte=task).order_by("task", "-happened_at")
 
@@ -220,7 +226,7 @@ class TaskLockEventQuerySet(models.QuerySet[Any]):
         return found.newest()
 
     def older_than(self, seconds: float | None = None) -> TaskLockEventQuerySet:
-        """Keep the rows in which nothing happened for so many seconds; an open row has not ended.
+        """Keep the rows in which nothing happened for so many seconds, except those of open holds.
 
         The default is ``SINGLETASK_HISTORY_DAYS``.
         """
@@ -283,7 +289,7 @@ class TaskLockEventQuerySet(models.QuerySet[Any]):
         """Return the rows of the runs with these tokens."""
         return self._among("ref", tokens)
 
-    def blocked_by(self, tokens: Iterable[str]) -> list[Any]:
+    def calls_blocked_by(self, tokens: Iterable[str]) -> list[Any]:
         """Return the rows of the calls that holders with these tokens blocked."""
         return self._among("blocked_by", tokens, where=[BLOCKED])
 
@@ -296,11 +302,12 @@ class TaskLockEventQuerySet(models.QuerySet[Any]):
     def name_of_key(self, key: str) -> str:
         """Return the name that belongs to a key, or "" if the newest rows do not have the key.
 
-        There is no index of keys. But a key begins with the task or with the lock's name, whose
-        rows are read.
+        A key is a prefix, the task or the lock's name, a colon and a hash. There is no index of
+        keys, so the rows of that task, or of that name, are read.
         """
-        slug = key.removeprefix(QUEUED).removeprefix(PREFIX).rpartition(":")[0]
-        for rows in (self.of_task(slug), self.named(slug)):
+        readable = key.removeprefix(QUEUED).removeprefix(PREFIX)
+        task_or_name, _colon, _hash = readable.rpartition(":")
+        for rows in (self.of_task(task_or_name), self.named(task_or_name)):
             for other, name in rows.values_list("key", "name")[:NEWEST]:
                 if other == key:
                     return str(name)
@@ -329,15 +336,15 @@ class TaskLockEventQuerySet(models.QuerySet[Any]):
         if task:
             rows = self.of_task(task)
         newest = rows.values_list("outcome", "result", "at", "ended_at")[:NEWEST]
-        holds = []
+        lengths = []
         with suppress(NoHistory), reading():
             for outcome, result, at, ended_at in newest:
                 if outcome == "released" and result == "returned" and ended_at is not None:
-                    holds.append(max(0.0, (ended_at - at).total_seconds()))
-        if not holds:
+                    lengths.append(max(0.0, (ended_at - at).total_seconds()))
+        if not lengths:
             return None
-        holds = holds[:RUNS]
-        return UsualHold(statistics.median(holds), max(holds), len(holds))
+        lengths = lengths[:RUNS]
+        return UsualHold(statistics.median(lengths), max(lengths), len(lengths))
 
 
 def ago(at: datetime) -> float:

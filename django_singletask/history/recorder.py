@@ -214,45 +214,53 @@ class Writer(Background):
 
     def _run_thread(self) -> None:
         super()._run_thread()
-        # Look for events again when the thread counts as ended. Otherwise an event that came at the
-        # last moment would wait until another event comes:
-        #
-        #   thread: no event                                      ends
-        #   receive():         adds an event   a thread? yes
+        # An event can come after run() has looked for events the last time, and before the thread
+        # is gone. Then receive() sees a thread and starts none, so the event would wait until
+        # another event comes. That is why this looks once more, now that the thread is gone.
         if self.events and not self.stopping:
             self.begin()
 
     def write_some(self) -> bool:
-        """Write events together; return False if the database is down, which keeps the events."""
-        at_once = AT_ONCE
-        events: list[LockEvent] = []
-        self.batches += 1  # before taking events, so that flush() never sees both empty
+        """Take a batch of events and write them; return False if the database is down.
+
+        Then the events are kept.
+        """
+        batch: list[LockEvent] = []
+        # Counted before events are taken: flush() waits while there are events or batches, so it
+        # must always see one of them.
+        self.batches += 1
         try:
             with suppress(IndexError):  # there are fewer events
-                while len(events) < AT_ONCE:
-                    events.append(self.events.popleft())
-            while events:
-                try:
-                    write(events[:at_once])
-                except SoftTimeLimitExceeded:
-                    raise
-                except Exception as error:
-                    if is_outage(error):
-                        self.fail(error, is_kept=True)
-                        return False
-                    if at_once > 1:
-                        at_once = 1  # to find the event that cannot be written
-                        continue
-                    self.fail(error)
-                else:
-                    self.succeed()
-                del events[:at_once]
-            return True
+                while len(batch) < AT_ONCE:
+                    batch.append(self.events.popleft())
+            return self._write_batch(batch)
         finally:
             try:
-                self.events.extendleft(reversed(events))
-            finally:  # also if a signal strikes here
+                # What is not written goes back to the front, in its old order.
+                self.events.extendleft(reversed(batch))
+            finally:  # also if a signal interrupts that
                 self.batches -= 1
+
+    def _write_batch(self, batch: list[LockEvent]) -> bool:
+        """Write events, and remove from the batch what is written, or cannot be written."""
+        at_once = AT_ONCE
+        while batch:
+            try:
+                write(batch[:at_once])
+            except SoftTimeLimitExceeded:
+                raise
+            except Exception as error:
+                if is_outage(error):
+                    self.fail(error, is_kept=True)
+                    return False
+                if at_once > 1:
+                    at_once = 1  # write the events one by one, to lose only the one that is wrong
+                    continue
+                self.fail(error)
+            else:
+                self.succeed()
+            del batch[:at_once]
+        return True
 
     def fail(self, error: Exception, *, is_kept: bool = False) -> None:
         """Note that an event is not recorded, or with ``is_kept`` that it is written later.

@@ -58,27 +58,27 @@ def take_turn() -> bool:
 
 
 def sweep() -> None:
-    """Close the open rows of locks that are no longer held."""
+    """Close the open rows of locks that are no longer held, and delete old rows."""
     rows = TaskLockEvent.objects.primary()
     with undivided(connections[rows.db]):
         overdue = [row for row in rows.open().iterator() if ago(row.at) >= row.timeout]
         for cache in settings.CACHES:
-            unsure = [row for row in overdue if row.cache == cache]
+            of_cache = [row for row in overdue if row.cache == cache]
             try:
-                for start in range(0, len(unsure), BATCH):
-                    _check(cache, unsure[start : start + BATCH])
+                for start in range(0, len(of_cache), BATCH):
+                    _check(cache, of_cache[start : start + BATCH])
             except Exception as error:  # continue with the rows of other caches
                 text = "Open history rows of the cache %r cannot be checked: %s"
                 logger.warning(text, cache, error)
-        sum(prune(limit=SWEPT))
+        for _deleted in prune(limit=SWEPT):
+            pass  # each step of the iterator deletes a batch
 
 
 def _check(cache: str, rows: Sequence[TaskLockEvent]) -> None:
     """Check whether the runs of open rows, whose first lease is over, still hold their locks.
 
     Report the end of a run that is over. Note in the row when the cache is missing its token, and
-    forget that when the token is back again. A fixed lease that lasts longer was extended: when it
-    will end is not known.
+    forget that when the token is back again.
     """
     entries = get_store(cache).read_many([row.key for row in rows])
     newly_missing = []
@@ -87,6 +87,7 @@ def _check(cache: str, rows: Sequence[TaskLockEvent]) -> None:
         ref = LockRef(cache, row.name, row.key)
         entry = entries.get(row.key)
         if entry is not None and Holder.decode(entry.value).token == row.token:
+            # A fixed lease that lasts longer than its row says was extended: its end is not known.
             if row.noticed_at or row.fixed:
                 back_again.append(row.pk)
             _check_entry(ref, entry, row)
@@ -129,7 +130,7 @@ def prune(
             return
         # Delete calls before the runs that they met, since a batch may be the last one.
         pks, times, tokens = zip(*oldest, strict=True)
-        calls = rows.values_list("pk", flat=True).blocked_by(tokens)  # type: ignore[attr-defined]
+        calls = rows.values_list("pk", flat=True).calls_blocked_by(tokens)  # type: ignore[attr-defined]
         with undivided(connections[rows.db]):
             each_once = dict.fromkeys([*calls, *pks])
             doomed = list(each_once)[: min(batch, limit)]

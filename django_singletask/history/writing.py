@@ -167,7 +167,7 @@ def _row(event: LockEvent, adapt: Callable[[datetime], Any]) -> Row:
 
 
 def _times_of(connection: Any) -> Callable[[datetime], Any]:
-    """Return what turns a time into one of the database."""
+    """Return the function that turns a time into what the database stores."""
     adapt = connection.ops.adapt_datetimefield_value
     if settings.USE_TZ:
         return adapt  # type: ignore[no-any-return]

@@ -100,8 +100,8 @@ def cut_last(text: str, width: int) -> str:
 
 
 def without_modules(names: Sequence[str]) -> list[str]:
-    """Return the names without their modules, if what is left belongs to one name only."""
-    owners = Counter(map(last_part, {*names}))
+    """Return the names without their modules, except where two of them would look the same."""
+    owners = Counter(map(last_part, set(names)))
     shown = []
     for name in names:
         part = last_part(name)
@@ -179,14 +179,12 @@ def _lock_cells(lock: HeldLock, state: str) -> tuple[str, ...]:
 
 def starving_table(states: Sequence[Starving]) -> Iterator[str]:
     heads = ("LOCK", "CONFLICTS", "STARVING FOR", "LAST CONFLICT", "COMPLETED")
-    rows = (
-        (
-            state.name,
-            str(state.conflicts),
-            *map(words.duration, (state.unmet, state.last_conflict, state.since_completed)),
-        )
-        for state in states
-    )
+    rows = []
+    for state in states:
+        starved = words.duration(state.unmet)
+        last_conflict = words.duration(state.last_conflict)
+        completed = words.duration(state.since_completed)
+        rows.append((state.name, str(state.conflicts), starved, last_conflict, completed))
     return table(heads, rows, name=0, right=(1, 2, 3, 4))
 
 
@@ -221,7 +219,7 @@ def _row_cells(row: TaskLockEvent) -> tuple[str, ...]:
 
 
 def _short_time(at: datetime, beside: datetime) -> str:
-    """Write a time; its date, too, if that is another one than that of the time ``beside`` it."""
+    """Write a time, with its date if the time ``beside`` it has another date."""
     text = words.clock_time(at, dated=True)
     date, _space, clock = text.partition(" ")
     if words.clock_time(beside, dated=True).startswith(date):
@@ -250,7 +248,7 @@ def gauges(states: dict[str, int], hungry: Sequence[Starving] | None) -> Iterato
 
 
 VERSION = 3
-"""Of the keys of the JSON: it grows when a key goes, or gets another meaning."""
+"""The version of the JSON: it grows when a key goes, or gets another meaning."""
 LOCK = (
     "name",
     "key",
@@ -275,11 +273,11 @@ LOCK = (
 )
 ROW = [field.name for field in TaskLockEvent._meta.concrete_fields if field.name != "ref"]
 SHOWN = {HeldLock: LOCK, TaskLockEvent: [*ROW, "token"]}
-"""What JSON has of these; of other facts it has all."""
+"""The attributes of these that JSON has; of other objects it has all."""
 
 
 def to_json(known: dict[str, Any]) -> str:
-    """Write an object in which only what could steer a terminal, or what it lacks, is escaped."""
+    """Write JSON, and escape only what could steer a terminal, or what the terminal lacks."""
     ascii_only = "utf" not in str(getattr(sys.stdout, "encoding", "utf-8")).lower()
     text = json.dumps({"version": VERSION, **known}, default=as_json, ensure_ascii=ascii_only)
     for character in {*text}:
@@ -288,15 +286,15 @@ def to_json(known: dict[str, Any]) -> str:
     return text
 
 
-def as_json(fact: Any) -> Any:
-    """Return what JSON has for a fact that ``json`` does not know by itself.
+def as_json(known: Any) -> Any:
+    """Return what JSON has for an object that ``json`` does not know by itself.
 
-    Times become Unix times, and spans seconds.
+    A time becomes a Unix time. Another object becomes its attributes, with rounded numbers.
     """
-    if isinstance(fact, datetime):
-        return round(timestamp(fact), 3)
-    names = SHOWN.get(type(fact), vars(fact))
-    values = {name: getattr(fact, name) for name in names}
+    if isinstance(known, datetime):
+        return round(timestamp(known), 3)
+    names = SHOWN.get(type(known), vars(known))
+    values = {name: getattr(known, name) for name in names}
     for name, value in values.items():
         if isinstance(value, float):
             values[name] = round(value, 6)

@@ -43,7 +43,7 @@ class Why:
 
     The attributes are the keys of the JSON:
 
-    * ``key`` is empty for a task, and ``run`` is the run whose id was asked for, if it holds none.
+    * ``key`` is empty for a task. ``run`` is the run whose id was asked for, if it holds no lock.
     * ``held`` are locks in a state of ``HOLDING``, the worst first: the holder, and those of other
       slots; or the locks of the task. ``queued`` are the calls that stop duplicates, ``expired``
       holds whose end nobody reported.
@@ -99,6 +99,7 @@ def why(text: str) -> Why:
     selector = select(text)
     locks = list_held([selector])
     must_be_known([selector], locks)
+    # A lock that somebody has comes before queued calls and expired holds.
     meant: list[Any] = sorted(locks, key=lambda lock: lock.state not in HOLDING)
     if not locks:
         with suppress(NoHistory):
@@ -111,8 +112,9 @@ def why(text: str) -> Why:
     if not meant:
         if selector.is_pattern:
             raise UnknownName(text)
-        # Only the history could say that there is no such lock.
-        return _explain_lock(text, next(iter([*selector.keys(), text])))
+        # Without the history it is not known whether there is such a lock.
+        keys = [*selector.keys(), text]
+        return _explain_lock(text, keys[0])
     first = meant[0]
     key = first.key
     if is_key(text):
@@ -124,21 +126,27 @@ def why(text: str) -> Why:
 
 
 def _task_meant(selector: Selector, meant: list[Any]) -> str | None:
-    """Return the task of which all locks are meant; None if only one lock is, or none.
+    """Return the task if a selector means all locks of a task.
 
-    ``meant`` are locks, or rows of the history.
+    Return None if it means one lock, or nothing. Raise :class:`SeveralMeant` if it means more than
+    one task, or several locks that are not of one task. ``meant`` are locks, or rows of the
+    history.
     """
     names = sorted({each.name for each in meant})
     if selector.is_exact or selector.text in names:
         return None
+    # The text can end the names of two tasks of which only one has a lock now.
     if len(selector.tasks) > 1:
         raise SeveralMeant(selector.text, selector.tasks)
     if len(names) == 1:
         return None
     tasks = {*selector.tasks, *(each.task for each in meant)}
-    if len(tasks) > 1 or not all(tasks):
+    if not tasks:
+        return None
+    task, *others = tasks
+    if others or not task:  # a lock can have no task
         raise SeveralMeant(selector.text, names[:SHOWN])
-    return next(iter(tasks), None)
+    return str(task)
 
 
 # What is known
@@ -147,15 +155,21 @@ def _task_meant(selector: Selector, meant: list[Any]) -> str | None:
 def _explain_lock(name: str, key: str, *, only: bool = False) -> Why:
     """Gather what is known of the lock with this name.
 
-    A name that was cut can belong to several locks: ``only`` the one with this key is meant.
+    A name that was cut can belong to several locks. With ``only``, those with another key are left
+    out.
     """
     locks = list_held([select(key), select(name)])
     rows, no_history = _read_rows(TaskLockEvent.objects.named(name))
     if only and not key.startswith(QUEUED):
+        # The key of a queued call has a hash that does not show the lock, so these all stay.
         locks = [lock for lock in locks if lock.queued or lock.lock_key == key]
         rows = [row for row in rows if row.key.startswith(QUEUED) or lock_of_slot(row.key) == key]
     starving = starvation(name, rows)
-    known = _about(name, key, add_states(locks, [each for each in [starving] if each]))
+    hungry = []
+    if starving is not None:
+        hungry = [starving]
+    add_states(locks, hungry)
+    known = _about(name, key, locks)
     known.starving = starving
     known.no_history = no_history
     _note_rows(known, rows)
@@ -197,7 +211,7 @@ def _read_rows(rows: Any) -> tuple[list[Any], str]:
 def _note_rows(known: Why, rows: list[TaskLockEvent]) -> None:
     """Note what the newest rows say of a lock or a task."""
     known.completed = _last_completed(rows)
-    if len(rows) == NEWEST:
+    if len(rows) == NEWEST:  # there may be older rows, which were not read
         known.within = min(DAY, ago(rows[-1].end))
     met = [row for row in rows if row.is_counted]
     known.conflict = next(iter(met), None)
@@ -423,14 +437,14 @@ def _stop_commands(lock: HeldLock) -> Iterator[Fact]:
 
 def _clear_command(lock: HeldLock) -> str:
     """Return the command that frees a lock, or forgets a queued call, and no other one."""
-    # Where the cache cannot list its entries, a queued call is found by its name or key alone. An
-    # entry that something else wrote has no token.
     command = "manage.py locks clear"
+    key = shlex.quote(lock.key)
     if lock.queued:
-        command += " --queued"
-    elif lock.token:
+        # A cache that cannot list its entries finds a queued call by its key, not by its token.
+        return f"{command} --queued {key}"
+    if lock.token:
         return f"{command} {shlex.quote(lock.token)}"
-    return f"{command} {shlex.quote(lock.key)}"
+    return f"{command} {key}"  # something else wrote this entry
 
 
 def _ago(at: datetime) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from functools import cache
@@ -108,7 +108,7 @@ class HeldLock(Holder):
 
     @property
     def left(self) -> float:
-        """Seconds until an entry ends that nobody renews, by clocks if the store cannot tell."""
+        """Seconds until the entry ends if nobody renews it; by clocks if the store cannot tell."""
         if self.remaining is None:
             return max(0.0, self.timeout - self.held_for)
         return max(0.0, self.remaining)
@@ -126,13 +126,13 @@ class HeldLock(Holder):
         return _("{} of {}").format(self.slots_held, self.slots)
 
 
-SAID = (CannotList, ImproperlyConfigured, NoHistory, NotMarked, SeveralMeant, UnknownName)
-"""Errors whose texts say all that there is to say."""
+EXPLAINED = (CannotList, ImproperlyConfigured, NoHistory, NotMarked, SeveralMeant, UnknownName)
+"""Errors whose texts need no explanation from here."""
 
 
 def cannot_ask(error: Exception) -> str:
     """Say in one line why the cache that holds the locks cannot be used."""
-    if isinstance(error, SAID):
+    if isinstance(error, EXPLAINED):
         return str(error)
     cure = ""
     if isinstance(error, LockUnavailable) and isinstance(error.__cause__, Exception):
@@ -144,7 +144,7 @@ def cannot_ask(error: Exception) -> str:
     return text.format(repr(conf.cache), in_words(error) + cure)
 
 
-PROCESS = attrgetter(*(field.name for field in dataclasses.fields(Process)))
+fields_of_process = attrgetter(*(field.name for field in dataclasses.fields(Process)))
 USUAL = 30
 """Locks whose usual hold is looked up."""
 
@@ -156,23 +156,30 @@ def list_held(selectors: Sequence[Selector] = ()) -> list[HeldLock]:
     asked for the keys of the open rows of the history. Raises :class:`CannotList` if there are none
     to be had, and :class:`LockUnavailable`.
     """
-    locks: list[HeldLock] = []
     if selectors:
-        keys = chain.from_iterable(selector.keys() for selector in selectors)
-        locks = _selected(selectors, read(keys))
-    missed = [each for each in selectors if not _is_settled(each, locks)]
-    if missed or not selectors:
+        locks = _read_selected(selectors)
+    else:
+        locks = _read_all()
+    expired = _list_expired({lock.token for lock in locks})
+    if selectors:
+        expired = _selected(selectors, expired)
+    # A call that is unique until it has finished has its lock as well while it runs.
+    return [lock for lock in [*locks, *expired] if not (lock.queued and lock.pid)]
+
+
+def _read_selected(selectors: Sequence[Selector]) -> list[HeldLock]:
+    """Return what the store has of the locks that are selected, by their keys if these suffice."""
+    keys = chain.from_iterable(selector.keys() for selector in selectors)
+    locks = _selected(selectors, read(keys))
+    unsettled = [each for each in selectors if not _is_settled(each, locks)]
+    if unsettled:
         seen = {lock.key for lock in locks}
         others = [lock for lock in _read_all() if lock.key not in seen]
-        locks += _selected(missed, others)
-    locks += _selected(selectors, _list_expired({lock.token for lock in locks}))
-    # A call that is unique until it has finished has its lock as well while it runs.
-    return [lock for lock in locks if not (lock.queued and lock.pid)]
+        locks += _selected(unsettled, others)
+    return locks
 
 
 def _selected(selectors: Sequence[Selector], locks: list[HeldLock]) -> list[HeldLock]:
-    if not selectors:
-        return locks
     return [lock for lock in locks if any(each.selects(lock) for each in selectors)]
 
 
@@ -194,6 +201,7 @@ def _read_all() -> list[HeldLock]:
         try:
             with reading():
                 keys = [row.key for row in history.open()[:OPEN]]
+                # A lock can be kept after its run has ended.
                 ended = history.filter(kind="run")[:NEWEST]
                 keys += [row.key for row in ended if row.reason.startswith(KEPT)]
         except NoHistory as reason:
@@ -217,16 +225,19 @@ def _list_expired(tokens: set[str]) -> list[HeldLock]:
 
 
 def must_be_known(selectors: Iterable[Selector], locks: Sequence[HeldLock] = ()) -> None:
-    """Raise :class:`UnknownName` if a name selects no lock and nothing else knows it.
+    """Raise :class:`UnknownName` if a name selects no lock, no task and no row of the history.
 
-    Without the history nobody can say so. A pattern may select nothing.
+    A pattern may select nothing. If the history is off or cannot be read, no name is refused,
+    since a free lock leaves no other trace.
     """
+    if conf.history == "off":
+        return
     for selector in selectors:
         if selector.is_pattern or any(map(selector.selects, locks)) or selector.tasks:
             continue
         with suppress(NoHistory):
             rows, _complete = find([selector], limit=1)
-            if not rows and conf.history != "off":
+            if not rows:
                 raise UnknownName(selector.text)
 
 
@@ -275,8 +286,9 @@ def _find_slow(locks: list[HeldLock]) -> None:
 def limit_of(usual: UsualHold) -> float:
     """Return the seconds after which a hold is slow.
 
-    Of runs that are all alike, the next is longer than the five before it in one case of six: so
-    the limit is twice the longest. A second instead of a hundredth is nothing to look at.
+    That is twice the longest of the last runs: even if all are alike, one run of six is longer
+    than the five before it. It is also some seconds more than the usual run: nobody should look at
+    a run that takes a second instead of a hundredth.
     """
     if usual.runs < ENOUGH:
         return inf
@@ -294,7 +306,7 @@ def add_conflicts(locks: list[HeldLock]) -> list[HeldLock]:
         with reading():
             tokens = [lock.token for lock in locks]
             counts = TaskLockEvent.objects.values_list("blocked_by", "reason", "result", "count")
-            for token, reason, result, count in counts.blocked_by(tokens):  # type: ignore[attr-defined]
+            for token, reason, result, count in counts.calls_blocked_by(tokens):  # type: ignore[attr-defined]
                 met[token] += count
                 if result == "waiting":
                     waited[token] += count
@@ -364,21 +376,24 @@ def clear_all(
     Any other trouble of the cache is the same for the locks that follow, so these are not tried.
     """
     freed: list[HeldLock] = []
-    refused: dict[str, list[HeldLock]] = {}
+    refused: dict[str, list[HeldLock]] = defaultdict(list)
     outage = ""
     for lock in locks:
-        why = outage
-        if not outage:
-            try:
-                if clear(lock, actor=actor, reason=reason):
-                    freed.append(lock)
-                    continue
-                why = GONE
-            except Exception as error:  # each cache client has errors of its own
-                why = cannot_ask(error)
-                if not isinstance(error, NotMarked):
-                    outage = why
-        refused.setdefault(why, []).append(lock)
+        if outage:
+            refused[outage].append(lock)
+            continue
+        try:
+            is_freed = clear(lock, actor=actor, reason=reason)
+        except Exception as error:  # each cache client has errors of its own
+            why_not = cannot_ask(error)
+            refused[why_not].append(lock)
+            if not isinstance(error, NotMarked):
+                outage = why_not
+            continue
+        if is_freed:
+            freed.append(lock)
+        else:
+            refused[GONE].append(lock)
     return freed, refused
 
 
@@ -390,14 +405,15 @@ def read(keys: Iterable[str] | None = None) -> list[HeldLock]:
     locks = []
 
     @cache  # Many locks share a process: it is kept once, and judged once.
-    def facts_of(*facts: Any) -> tuple[dict[str, Any], bool]:
-        process = Process(*facts)
+    def facts_of(*fields: Any) -> tuple[dict[str, Any], bool]:
+        """Return what is known of the process with these fields, and whether it stands still."""
+        process = Process(*fields)
         judged = {"alive": is_alive(process), "death": proof_of_death(process)}
         return {**vars(process), **judged}, is_stopped(process)
 
     for key, entry in _entries(keys):
         holder = Holder.decode(entry.value)
-        known, stopped = facts_of(*PROCESS(holder))
+        known, stopped = facts_of(*fields_of_process(holder))
         facts = {**vars(holder), **known}
         lock = HeldLock(**facts, key=key, state="held", remaining=entry.remaining)
         lock.state = _state(lock, stopped)
@@ -435,6 +451,7 @@ def _entries(keys: Iterable[str] | None) -> Iterable[tuple[str, Entry]]:
     if keys is None:
         return store.entries()
     entries = dict[str, Entry]()
+    # A dict keeps the order of the keys. It grows by the keys of the slots that holders count.
     wanted = dict.fromkeys(filter(is_key, keys))
     start = 0
     while start < len(wanted):

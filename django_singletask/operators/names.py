@@ -69,7 +69,10 @@ class Selector:
 
     @cached_property
     def tasks(self) -> list[str]:
-        """The tasks of the project, or else of the history, whose name is the text or ends so."""
+        """The tasks of the project, or else of the history, whose name is the text or ends with it.
+
+        A task with just this name is the only one.
+        """
         for list_tasks in (task_names, recorded_tasks):
             tasks = list_tasks()
             if self.text in tasks:
@@ -159,7 +162,7 @@ class Selector:
         if task:
             texts += [task, last_part(task)]
         if self.text in texts:
-            return bool(self.text)
+            return bool(self.text)  # an empty text means nothing
         if not self.is_pattern:
             return False
         return any(self._pattern.match(text) for text in texts if text)

@@ -39,16 +39,20 @@ Figures = defaultdict[str, Any]
 """Numbers and seconds of a task by their columns, and by each result of its runs and calls."""
 
 
+def new_figures() -> Figures:
+    return defaultdict(int)
+
+
 @dataclasses.dataclass
 class TaskFigures:
     """What happened to a task in a window, and in the one ``before`` it.
 
-    ``now`` also has the name of the task, the time at which it last completed, as far as the two
-    windows know it, and how many of its holds go on.
+    ``now`` also has the name of the task, the time of its last completed run in both windows, and
+    how many of its holds go on.
     """
 
-    now: Figures
-    before: Figures = dataclasses.field(default_factory=lambda: defaultdict(int))
+    now: Figures = dataclasses.field(default_factory=new_figures)
+    before: Figures = dataclasses.field(default_factory=new_figures)
 
     def add(self, total: dict[str, Any]) -> None:
         """Add a sum of rows; see ``TaskLockEventQuerySet.totals_by_task()``."""
@@ -96,21 +100,24 @@ def in_words(seconds: float) -> str:
 
 
 def per_task(rows: TaskLockEventQuerySet, window: Window, now: datetime) -> list[TaskFigures]:
-    """Return the figures of each task with something in the two windows, or with a lock held now.
+    """Return the figures of each task that was active in the window or in the one before it.
 
-    The locks without a task are one task, "".
+    A task that holds a lock now is among them. The locks without a task are one task, "".
     """
     tasks: dict[str, TaskFigures] = {}
 
     def figures_of(task: str) -> TaskFigures:
         if task not in tasks:
-            tasks[task] = TaskFigures(defaultdict(int, task=task))
+            tasks[task] = TaskFigures()
+            tasks[task].now["task"] = task
         return tasks[task]
 
-    for total in rows.totals_by_task(window.before().start, window.start, window.until):
+    start_before = window.before().start
+    for total in rows.totals_by_task(start_before, window.start, window.until):
         figures_of(total["task"]).add(total)
     holds = [row for row in rows.open()[:OPEN] if row.is_hold]
     judge(holds)
+    is_current = window.end == now
     for hold in holds:
-        figures_of(hold.task).add_open(hold.state, is_current=window.end == now)
+        figures_of(hold.task).add_open(hold.state, is_current)
     return list(tasks.values())

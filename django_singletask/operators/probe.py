@@ -87,14 +87,15 @@ def probe(alias: str) -> Probe:
     findings += look_at(store)
     levels = {finding.level for finding in findings}
     if "restart" in levels:
-        findings.append(Finding("restart", f"now {look_at_stake()}"))
+        cost = cost_of_restart()
+        findings.append(Finding("restart", f"now {cost}"))
     backend = type(store.cache)
     name = f"{backend.__module__}.{backend.__qualname__}"
     fit = "unfit" not in levels
     return Probe(alias, name, store.place, findings, median, slowest, fit)
 
 
-def look_at_stake() -> str:
+def cost_of_restart() -> str:
     """Say what a restart now would cost, as far as the cache or the history know it."""
     try:
         locks = list_held()
@@ -162,7 +163,7 @@ def look_from_another_process(alias: str, store: Store) -> Finding:
 
 
 def look_at(store: Store) -> Iterator[Finding]:
-    """Yield what the server of a store says; that it refuses to say more is a note."""
+    """Yield what the server of a store says, with a note if it refuses to say more."""
     try:
         yield from starmap(Finding, _answers(store))
     except Exception as error:  # each client has errors of its own
@@ -209,7 +210,8 @@ def _of_redis(client: Any) -> Iterator[tuple[str, str]]:
         yield "warning", f"maxmemory-policy {policy} {text}: {cure}"
     if info.get("role") != "master":
         yield "unfit", f"the server is a {info.get('role')}: locks need the primary"
-    if replicas := info.get("connected_slaves"):
+    replicas = info.get("connected_slaves")
+    if replicas:
         text = "a failover can lose the newest locks, and then a second copy of a task can start"
         yield "warning", f"{plural(replicas, 'replica')}: {text}"
     # The last question, since managed servers forbid CONFIG.

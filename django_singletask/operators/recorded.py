@@ -49,8 +49,8 @@ def find(
     """Return the newest rows that a window of time has, and that one of the selectors means.
 
     Without selectors, all rows are meant. ``what`` is a key of ``WORDS``. The second value is False
-    if older rows may be meant that nobody looked at. Old rows are found with the history off, too.
-    Raises :class:`NoHistory`.
+    if older rows may be meant that were not looked at. Old rows are found with the history off,
+    too. Raises :class:`NoHistory`.
     """
     window = (since, until)
     with reading(even_if_off=True):
@@ -58,30 +58,53 @@ def find(
             found = [_find(selector, what, window, limit) for selector in selectors]
         else:
             found = [_read(TaskLockEvent.objects.newest(), what, window, limit)]
-    rows = {row for part, _complete in found for row in part}
-    newest = sorted(rows, key=attrgetter("happened_at", "pk"), reverse=True)[:limit]
+    rows, complete = _together(found)
+    newest = sorted({*rows}, key=attrgetter("happened_at", "pk"), reverse=True)[:limit]
     judge(newest)
-    return newest, all(complete for _part, complete in found)
+    return newest, complete
+
+
+def _together(found: Iterable[Found]) -> Found:
+    """Return all rows that were found, and whether each search was complete."""
+    together = []
+    all_complete = True
+    for rows, complete in found:
+        together += rows
+        if not complete:
+            all_complete = False
+    return together, all_complete
 
 
 def _find(selector: Selector, what: str, window: Window, limit: int) -> Found:
-    """Find rows by the indexes of names, tasks and ids; others among the newest rows."""
-    history = TaskLockEvent.objects
+    """Find the rows that a selector means, by indexes if these have any."""
     if not selector.is_pattern:
-        text = selector.text
-        indexed = [history.of_task(task) for task in selector.tasks]
-        indexed.append(history.named(selector.name))
-        indexed += [history.filter(task_id=text).newest(), history.filter(ref=text).newest()]
-        found = [_read(rows, what, window, limit) for rows in indexed]
-        rows = [row for part, _complete in found for row in part]
+        found = [_read(rows, what, window, limit) for rows in _indexed(selector)]
+        rows, complete = _together(found)
         if rows:
-            return rows, all(complete for _part, complete in found)
-    [newest, *others], complete = _parts(history.newest(), what, window)
-    newest, all_seen = newest.newest_of_them(SCANNED)
-    if not all_seen:
+            return rows, complete
+    return _scan(selector, what, window, limit)
+
+
+def _indexed(selector: Selector) -> list[Any]:
+    """Return the rows with the text as task, name, task id or token: an index serves each."""
+    history = TaskLockEvent.objects
+    by_task = [history.of_task(task) for task in selector.tasks]
+    by_name = history.named(selector.name)
+    by_id = history.filter(task_id=selector.text).newest()
+    by_token = history.filter(ref=selector.text).newest()
+    return [*by_task, by_name, by_id, by_token]
+
+
+def _scan(selector: Selector, what: str, window: Window, limit: int) -> Found:
+    """Look through the newest rows for those that a selector means."""
+    history = TaskLockEvent.objects
+    parts, complete = _parts(history.newest(), what, window)
+    # The first part is what happened in the window, which can be millions of rows.
+    parts[0], is_whole = parts[0].cut_after(SCANNED)
+    if not is_whole:
         complete = False
     pks: list[int] = []
-    for part in (newest, *others):
+    for part in parts:
         shown = part.values_list("pk", *SHOWN, named=True)
         meant = [row.pk for row in shown if _is_meant(selector, row)]
         pks += meant[:limit]
@@ -94,7 +117,7 @@ def _is_meant(selector: Selector, row: Any) -> bool:
 
 
 def _read(rows: Any, what: str, window: Window, limit: int) -> Found:
-    """Return the newest rows of each part."""
+    """Return the newest rows of each part, at most ``limit`` of each."""
     parts, complete = _parts(rows, what, window)
     return [row for part in parts for row in part[:limit]], complete
 
@@ -102,10 +125,10 @@ def _read(rows: Any, what: str, window: Window, limit: int) -> Found:
 def of_what(
     rows: Any, what: str, since: datetime | None = None, until: datetime | None = None
 ) -> tuple[Any, bool]:
-    """Keep the newest rows that a window has, with this code of ``WORDS``.
+    """Keep the rows that a window has and that have this code of ``WORDS``.
 
-    They are one more than ``LISTED`` at most, unless no window and no code is given. The second
-    value is False if not all rows were looked at.
+    With a window or a code, these are the newest ``LISTED`` and one more: it shows that there are
+    more. The second value is False if not all rows were looked at.
     """
     window = (since, until)
     if not what and window == ALWAYS:
@@ -115,32 +138,44 @@ def of_what(
 
 
 def _parts(rows: Any, what: str, window: Window) -> tuple[list[Any], bool]:
-    """Return the parts of the rows that are meant, each the newest first; and whether it is all.
+    """Return the parts of the rows that are meant, each the newest first.
 
-    No index serves the result of a run or call, so only the newest rows are looked at for it.
+    The second value is False if not all rows were looked at.
     """
     if not what:
         return _within(rows, window), True
     if what in COUNTED:
         return _within(rows.of_state(what).newest(), window), True
+    if what in OF_CALLS:
+        return _with_result(rows.of_state("conflict").newest(), what, window)
     if what in RESULTS:
-        if what in OF_CALLS:
-            rows = rows.of_state("conflict").newest()
-        newest, *others = _within(rows, window)
-        newest, complete = newest.newest_of_them(SCANNED)
-        parts = [newest, *others[:-1]]  # the last one are open holds, which have no result
-        ended_so = {"result": what, "outcome__in": ("", "released")}
-        return [part.filter(**ended_so) for part in parts], complete
-    codes = [what]
+        return _with_result(rows, what, window)
     if what == ANY_TROUBLE:
-        codes = [*TROUBLE, RETAKEN]
+        return _in_state(rows, [*TROUBLE, RETAKEN], window)
+    return _in_state(rows, [what], window)
+
+
+def _with_result(rows: Any, result: str, window: Window) -> tuple[list[Any], bool]:
+    """Return the parts of the rows with a result; without an index, only the newest are read."""
+    newest, *others = _within(rows, window)
+    newest, complete = newest.cut_after(SCANNED)
+    parts = [newest, *others[:-1]]  # the last of a window's parts are open holds without a result
+    ended_so = {"result": result, "outcome__in": ("", "released")}
+    return [part.filter(**ended_so) for part in parts], complete
+
+
+def _in_state(rows: Any, codes: list[str], window: Window) -> tuple[list[Any], bool]:
+    """Return the parts of the runs with one of these outcomes, or retaken; and the open holds.
+
+    An open hold has no outcome yet: the store says whether it is held, dead or expired.
+    """
     parts = [part for code in codes for part in _within(rows.of_trouble(code), window)]
-    # An open hold can be held, dead or expired.
     [*_others, open_rows] = _within(rows.open(), window)
     judged = list(open_rows[:OPEN])
     judge(judged)
     pks = [row.pk for row in judged if row.state in codes]
-    return [*parts, TaskLockEvent.objects.filter(pk__in=pks).newest()], len(judged) < OPEN
+    parts.append(TaskLockEvent.objects.filter(pk__in=pks).newest())
+    return parts, len(judged) < OPEN
 
 
 def _within(rows: Any, window: Window) -> list[Any]:
@@ -154,7 +189,11 @@ def _within(rows: Any, window: Window) -> list[Any]:
 
 
 def judge(rows: Iterable[TaskLockEvent]) -> None:
-    """Set the state of open holds of the history, which the store knows."""
+    """Set the state of the open holds among the rows, by what the store has now.
+
+    A hold that the store does not have is expired if its first lease is over. Otherwise its state
+    stays as it is.
+    """
     rows = [row for row in rows if row.kind == "run" and not row.outcome]
     if not rows:
         return

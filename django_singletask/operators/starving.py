@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Sequence
-from datetime import timedelta
-from itertools import chain
+from datetime import datetime, timedelta
 
 from django.utils.timezone import now as django_now
 
@@ -14,6 +13,11 @@ from django_singletask.models import COUNTED, TaskLockEvent
 from django_singletask.operators.names import Selector
 
 HOUR = 3600.0
+OTHER_REASONS = {
+    "redelivery",  # a message came twice and met its own first run: there is no other call
+    "kept",  # with unique_until="expiry", the call was stopped by one that has begun, as is meant
+}
+"""Reasons of calls that came to nothing although their lock does not starve."""
 FEW = 20
 """Newest rows of a name that nearly always have its last completed run among them."""
 
@@ -22,9 +26,9 @@ FEW = 20
 class Starving:
     """A lock whose calls find it held, or are stopped as duplicates, while none completes.
 
-    ``conflicts`` counts these calls. Seconds before now: ``since_completed`` is the end of the last
-    completed run (None: not within the newest rows of the name), ``unmet`` the first of these
-    calls, ``last_conflict`` the last.
+    ``conflicts`` counts these calls. The other numbers are seconds before now: ``unmet`` is the
+    first of these calls, ``last_conflict`` the last one, and ``since_completed`` the end of the
+    last completed run. It is None if the newest rows of the name have no such run.
     """
 
     name: str
@@ -49,25 +53,23 @@ class Starving:
 #                                   at least the limit ......|       |
 #                                            last_conflict ..: at most the limit, or twice
 #                                                              the usual time between two calls
-#
-# Looked at are the names with a conflict within the last hour and the limit, and those with one
-# behind a hold that is still open: a busy site may have more new conflicts than are read. If the
-# holder has completed since, the name is left out.
 
 
 def starving(longer_than: float = HOUR, selectors: Collection[Selector] = ()) -> list[Starving]:
-    """List the locks that starve, those first that have starved for longest.
+    """List the locks that have starved for ``longer_than`` seconds, the longest first.
 
-    They have starved for ``longer_than`` seconds. Those that ``selectors`` name are looked at
-    whenever they were called. Raises :class:`NoHistory`.
+    With ``selectors``, list only the locks that one of them selects. These are looked at however
+    long ago they were called. Raises :class:`NoHistory`.
     """
     with reading():
-        suspects = _suspects(longer_than)
-        for each in selectors:
-            of_tasks = chain(*(TaskLockEvent.objects.of_task(task)[:NEWEST] for task in each.tasks))
-            suspects |= {each.name, *(row.name for row in of_tasks if row.is_counted)}
-        found = (starvation(name, _since_completed(name), longer_than) for name in suspects)
-        hungry = [*filter(None, found)]
+        names = _suspects(longer_than)
+        for selector in selectors:
+            names.add(selector.name)
+            for task in selector.tasks:
+                rows = TaskLockEvent.objects.of_task(task)[:NEWEST]
+                names.update(row.name for row in rows if row.is_counted)
+        found = [starvation(name, _since_completed(name), longer_than) for name in names]
+    hungry = [state for state in found if state is not None]
     if selectors:
         hungry = [s for s in hungry if any(each.fits(s.name, s.task) for each in selectors)]
     return sorted(hungry, key=lambda state: (-state.unmet, state.name))
@@ -76,36 +78,56 @@ def starving(longer_than: float = HOUR, selectors: Collection[Selector] = ()) ->
 def starvation(
     name: str, newest: Sequence[TaskLockEvent], longer_than: float = HOUR
 ) -> Starving | None:
-    """Say how a lock starves; None unless it has for so long, and is still called.
+    """Return how a lock starves, or None if it does not.
 
-    ``newest`` are its rows, the newest first.
+    A lock starves if its calls have come to nothing for ``longer_than`` seconds, and calls still
+    come. ``newest`` are the rows of its name, the newest first.
     """
-    ended_at = next((row.ended_at for row in newest if row.is_completed), None)
-    tokens = {row.token for row in newest if row.is_completed}
-    # A message that met its own first run is no other call; a call that was stopped although the
-    # one before it has begun (unique_until="expiry") is not meant to run.
-    met = [row for row in newest if row.is_counted and row.reason not in {"redelivery", "kept"}]
-    # A call that met a completed run came before the end of that run, whatever the clock of the
-    # caller's host says.
-    met = [row for row in met if row.blocked_by not in tokens]
-    if ended_at:
-        met = [row for row in met if row.end > ended_at]
-    if not met:
+    completed = [row for row in newest if row.is_completed]
+    ended_at = None
+    if completed:
+        ended_at = completed[0].ended_at
+    calls = _unmet_calls(newest, completed, ended_at)
+    if not calls:
         return None
-    began_at = min(row.at for row in met)
+
+    # The lock starves since the first of these calls, but not since before its last completed run.
+    began_at = min(row.at for row in calls)
     since_completed = None
     if ended_at:
         began_at = max(began_at, ended_at)
         since_completed = ago(ended_at)
-    unmet = ago(began_at)
-    last = ago(max(row.end for row in met))
-    lasted = unmet - last
-    count = sum(row.count for row in met)
-    between_two = lasted / max(1, count - 1)
-    if lasted < longer_than or last > max(longer_than, 2 * between_two):
+    since_first = ago(began_at)
+    since_last = ago(max(row.end for row in calls))
+    conflicts = sum(row.count for row in calls)
+
+    # The first rule: the calls have come to nothing for long enough.
+    span = since_first - since_last
+    if span < longer_than:
         return None
-    task = next((row.task for row in met if row.task), "")
-    return Starving(name, task, count, since_completed, unmet, last)
+
+    # The second rule: calls still come. Of a lock that is called once a day, the last call can be
+    # older than the limit. It is no longer called if the last call is two days old.
+    usual_pause = span / max(1, conflicts - 1)
+    if since_last > max(longer_than, 2 * usual_pause):
+        return None
+
+    task = next((row.task for row in calls if row.task), "")
+    return Starving(name, task, conflicts, since_completed, since_first, since_last)
+
+
+def _unmet_calls(
+    newest: Sequence[TaskLockEvent], completed: Sequence[TaskLockEvent], ended_at: datetime | None
+) -> list[TaskLockEvent]:
+    """Return the rows of calls that came to nothing, and after which no run has completed."""
+    calls = [row for row in newest if row.is_counted and row.reason not in OTHER_REASONS]
+    # A call that met a completed run came before the end of that run, whatever the clock of the
+    # caller's host says.
+    tokens = {row.token for row in completed}
+    calls = [row for row in calls if row.blocked_by not in tokens]
+    if ended_at:
+        calls = [row for row in calls if row.end > ended_at]
+    return calls
 
 
 def _since_completed(name: str) -> list[TaskLockEvent]:
@@ -118,12 +140,19 @@ def _since_completed(name: str) -> list[TaskLockEvent]:
 
 
 def _suspects(longer_than: float) -> set[str]:
-    """Return the names that may starve, without a query for each name."""
+    """Return the names of locks that may starve, without a query for each name."""
     rows = TaskLockEvent.objects.all()
-    since = django_now() - timedelta(seconds=HOUR + longer_than)
-    newest = [r for kind in COUNTED for r in rows.of_state(kind)[:NEWEST]]
-    met = rows.blocked_by(rows.open().values_list("ref", flat=True)[:OPEN])
-    met += [row for row in newest if row.end >= since]
-    runs = rows.runs({row.blocked_by for row in met})
-    completed = {row.token for row in runs if row.is_completed}
-    return {row.name for row in met if row.blocked_by not in completed}
+    # Calls that met a hold that is still open. Only the hold leads to them if a busy site has more
+    # newer conflicts than are read.
+    open_tokens = rows.open().values_list("ref", flat=True)[:OPEN]
+    calls = rows.calls_blocked_by(open_tokens)
+    # Recent calls, whatever they met. An hour is added for short limits: a lock that is called less
+    # often than that can starve, too.
+    since = django_now() - timedelta(seconds=longer_than + HOUR)
+    for kind in COUNTED:
+        newest = rows.of_state(kind)[:NEWEST]
+        calls += [row for row in newest if row.end >= since]
+    # Not the calls that met a run which has completed since.
+    blockers = rows.runs(row.blocked_by for row in calls)
+    completed = {run.token for run in blockers if run.is_completed}
+    return {row.name for row in calls if row.blocked_by not in completed}

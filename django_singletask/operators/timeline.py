@@ -120,8 +120,8 @@ def draw(
 ) -> dict[str, Any]:
     """Draw a window of the history, of all locks, of one lock or of one task, for the template.
 
-    ``lanes`` are the events of each lock, by its name. ``event`` is drawn in any case. If there are
-    more than ``most`` rows, ``drawn_since`` says since when they are all drawn.
+    ``lanes`` are the events of each lock, by its name. ``event`` is added if it is not among the
+    newest rows.
     """
     if name:
         rows = rows.named(name)
@@ -131,15 +131,16 @@ def draw(
     if event is not None:
         chosen.append(event)
     locks = by_name(chosen)
+    # A lock is as important as its most important event.
     ranks = {lock: max(map(rank, events)) for lock, events in locks.items()}
-    shown = sorted(ranks, key=ranks.__getitem__, reverse=True)[:LANES]
+    most_important = sorted(ranks, key=ranks.__getitem__, reverse=True)[:LANES]
     lanes = {}
-    for lock in sorted(shown):
+    for lock in sorted(most_important):
         lanes[lock] = [draw_event(row, window, now) for row in locks[lock]]
     drawn = [each for lane in lanes.values() for each in lane]
     return {
         "lanes": lanes,
-        "lanes_left_out": len(locks) - len(shown),
+        "lanes_left_out": len(locks) - len(lanes),
         "labels": list(window.labels()),
         "drawn": sorted(drawn, key=lambda each: each.end, reverse=True),
         "legend": legend(drawn),
@@ -151,7 +152,7 @@ def draw(
 def newest_rows(
     rows: TaskLockEventQuerySet, window: Window
 ) -> tuple[list[TaskLockEvent], dict[str, Any]]:
-    """Return the rows to draw; and the shorter windows, if there are more than are drawn.
+    """Return the rows to draw, and the shorter windows if these rows are not all.
 
     Then the open holds are drawn beside the newest rows, however long ago they began.
     """
@@ -159,16 +160,14 @@ def newest_rows(
     if len(newest) <= ROWS:
         return newest, {}
     newest = newest[:ROWS]
-    shorter = shorter_windows(window, newest[-1].happened_at)
     open_holds = rows.open().filter(at__lte=window.end)[:ROWS]
-    return [*newest, *open_holds], shorter
+    return [*newest, *open_holds], shorter_windows(window, newest[-1].happened_at)
 
 
 def shorter_windows(window: Window, drawn_since: datetime) -> dict[str, Any]:
     """Return the part of the window in which all rows are drawn, and the part before it.
 
-    ``drawn_since`` is written as a time. Of a part itself, only an open hold may be left out, which
-    is drawn in any case.
+    The template also gets ``drawn_since``, as a text.
     """
     if not window.start < drawn_since < window.end:
         return {}
@@ -190,7 +189,7 @@ def by_name(rows: list[TaskLockEvent]) -> dict[str, list[TaskLockEvent]]:
 
 
 def rank(event: TaskLockEvent) -> tuple[Any, ...]:
-    """Return how important it is to see an event: trouble, what is held, and then the newest."""
+    """Return how important an event is: first trouble, then what is held, then the newest."""
     return bool(event.troubles), words.status(event) in words.STATES, event.happened_at
 
 

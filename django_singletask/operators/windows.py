@@ -74,7 +74,8 @@ class Window:
         return min(100.0, max(0.0, 100 * ((at - self.start) / self.length)))
 
     def labels(self) -> Iterator[tuple[str, str]]:
-        """Return the places and the texts of the round times, which are round in its time zone."""
+        """Yield the place and the text of each time that is round in the user's time zone."""
+        # the shortest step that needs few enough labels
         step = next(step for step in STEPS if self.length / step <= LABELS)
         form = "H:i"
         if step >= DAY:
@@ -94,7 +95,7 @@ class Window:
 def window_of(query: Mapping[str, str], now: datetime) -> tuple[Window | None, str]:
     """Return the window that an address names, if any, and what is wrong with it, if anything.
 
-    Only ``from`` is up to now, only ``to`` is the hour before.
+    Without ``to`` the window ends now. Without ``from`` it begins an hour before its end.
     """
     first = query.get("from", "").strip()
     last = query.get("to", "").strip()
@@ -110,6 +111,7 @@ def window_of(query: Mapping[str, str], now: datetime) -> tuple[Window | None, s
         start = end - HOUR
         if first:
             start = words.to_moment(first)
+        # No window is longer than the longest step, so that each one has labels.
         start = max(start, now - STEPS[-1])
     except (ValueError, OverflowError):
         typed = f"{first} {last}".strip()

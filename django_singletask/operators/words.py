@@ -52,6 +52,7 @@ CELERY_APPS = ("app", "celery", "celery_app")
 """Names that a Celery application usually has in its module."""
 UNITS = {"d": 86_400, "h": 3600, "m": 60, "s": 1}
 NEIGHBOURS = [*pairwise(UNITS.items())]
+"""Each unit with the next smaller one."""
 # Each unit at most once, the largest first: 1h30m, not 30m1h.
 GRAMMAR = re.compile("".join(f"(?:([0-9]{{1,12}}){unit})?" for unit in UNITS))
 LONGEST = 36_500 * 86_400
@@ -64,7 +65,8 @@ def parse_duration(text: str) -> float:
     Raises the error of ``argparse``, which shows its message, for anything else.
     """
     seconds = 0.0
-    if match := GRAMMAR.fullmatch(text):
+    match = GRAMMAR.fullmatch(text)
+    if match:
         for number, unit in zip(match.groups("0"), UNITS.values(), strict=True):
             seconds += int(number) * unit
     if not 0 < seconds <= LONGEST:
@@ -76,16 +78,16 @@ def parse_duration(text: str) -> float:
 def duration(seconds: float | None) -> str:
     """Write a duration in its two largest units: ``3s``, ``2m 14s``, ``1h``, ``3d 04h``.
 
-    One that is not known is ``-``.
+    Without a duration, write ``-``.
     """
     if seconds is None:
         return "-"
-    for (unit, size), (part, smaller) in NEIGHBOURS:
+    for (unit, size), (smaller_unit, smaller_size) in NEIGHBOURS:
         if seconds >= size:
-            number, left = divmod(int(seconds), size)
-            left //= smaller
-            if left:
-                return f"{number}{unit} {left:02d}{part}"
+            number, rest = divmod(int(seconds), size)
+            smaller_number = rest // smaller_size
+            if smaller_number:
+                return f"{number}{unit} {smaller_number:02d}{smaller_unit}"
             return f"{number}{unit}"
     return f"{int(seconds)}s"
 

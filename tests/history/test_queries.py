@@ -59,8 +59,8 @@ def test_every_database_gives_the_same_rows(settings, alias):
     assert ids(history.within(at, before_now(25))) == [skip.pk, held.pk, other.pk, run.pk]
     assert ids(history.of_task("a").within(at)) == [skip.pk, run.pk]
     assert sorted(ids(history.runs(["t1", "t2", ""]))) == [run.pk, other.pk]
-    assert ids(history.blocked_by(["t3", "t1"])) == [skip.pk]
-    assert history.values_list("result", "count").blocked_by(["t3", "t1"]) == [("skipped", 1)]
+    assert ids(history.calls_blocked_by(["t3", "t1"])) == [skip.pk]
+    assert history.values_list("result", "count").calls_blocked_by(["t3", "t1"]) == [("skipped", 1)]
     assert ids(history.search(["a(1)"]).newest()) == [skip.pk, run.pk]
     assert ids(history.search(["b", "a(10)"]).newest()) == [held.pk, other.pk]
     assert ids(history.search(["5d1c"])) == [run.pk]
@@ -103,8 +103,8 @@ def questions():
         ],
         "ref": [lambda: history.runs(tokens)],
         "singletask_blocked_by": [
-            lambda: history.blocked_by(tokens),
-            lambda: history.values_list("result", "count").blocked_by(tokens),
+            lambda: history.calls_blocked_by(tokens),
+            lambda: history.values_list("result", "count").calls_blocked_by(tokens),
         ],
         "": [
             lambda: list(history.of_state("conflict").newest()[:100]),

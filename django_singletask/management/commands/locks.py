@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from datetime import datetime, timedelta
+from functools import partial
 from typing import Any, NoReturn, TypeAlias
 
 from django.core.management.base import BaseCommand, CommandError, CommandParser, no_translations
@@ -26,7 +27,7 @@ from django_singletask.management import output
 from django_singletask.models import TaskLockEvent
 from django_singletask.operators import held, words
 from django_singletask.operators.explain import Fact, facts, why
-from django_singletask.operators.held import HOLDING, SAID, HeldLock, cannot_ask
+from django_singletask.operators.held import EXPLAINED, HOLDING, HeldLock, cannot_ask
 from django_singletask.operators.names import Selector, UnknownName, select
 from django_singletask.operators.probe import probe
 from django_singletask.operators.recorded import SCANNED, find
@@ -80,7 +81,7 @@ def moment(text: str) -> datetime:
 
 
 def last_time(clock: str) -> datetime:
-    """Return when it was this time of the day the last time."""
+    """Return the last moment at which a clock showed this time of the day."""
     now = timezone.now()
     today = words.to_local(now).date()
     at = words.to_moment(f"{today} {clock}")
@@ -96,6 +97,7 @@ def count(text: str) -> int:
 
 
 def usage_exit(status: int = 0, message: str | None = None) -> NoReturn:
+    """End as ``argparse`` does, but with ``UNKNOWN`` for wrong options: 2 is for alarms."""
     if message:
         sys.stderr.write(message)
     if status:
@@ -173,22 +175,23 @@ class Command(BaseCommand):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             sys.exit(128 + 13)  # as if by SIGPIPE; 0 would say that nothing is wrong
 
-    def create_parser(self, *facts: Any, **others: Any) -> CommandParser:
+    def create_parser(self, prog_name: str, subcommand: str, **kwargs: Any) -> CommandParser:
         """Return a parser that first reads the action, then the options of this action only."""
-        create = super().create_parser
+        create = partial(super().create_parser, prog_name, subcommand, **kwargs)
 
         def parse_args(args: Any = None, namespace: None = None) -> argparse.Namespace:
-            # "--help" must wait until the action is known.
-            finder = create(*facts, add_help=False, **others)
+            # The action decides what "--help" prints, so this parser only looks for the action.
+            finder = create(add_help=False)
             found, _rest = finder.parse_known_intermixed_args(args)
             if found.names and found.names[0] in ACTIONS:
                 self.typed_action = found.names[0]
-            parsed = create(*facts, **others).parse_intermixed_args(args)
+            # This parser has the options of the action: see add_arguments().
+            parsed = create().parse_intermixed_args(args)
             if self.typed_action:
-                parsed.names.pop(0)
+                parsed.names.pop(0)  # the action is no name
             return parsed
 
-        parser = create(*facts, **others)
+        parser = create()
         parser.parse_args = parse_args  # type: ignore[method-assign, assignment]
         return parser
 
@@ -231,7 +234,7 @@ class Command(BaseCommand):
             if not self.typed_action:
                 text += f" The actions are {', '.join(ACTIONS)}."
             raise CommandError(text, returncode=UNKNOWN) from error
-        except (*SAID, LockUnavailable, RuntimeError) as error:
+        except (*EXPLAINED, LockUnavailable, RuntimeError) as error:
             raise CommandError(clean(cannot_ask(error)), returncode=UNKNOWN) from error
         except KeyboardInterrupt as error:
             text = "Interrupted. What is done is done: run the command again to continue."
@@ -349,7 +352,7 @@ class Command(BaseCommand):
         self.show(facts, (), f"{done} {plural(number, 'row')} older than {duration(seconds)}.")
 
     def show(self, known: dict[str, Any], lines: Iterable[str], none: str = "") -> None:
-        """Print JSON, or else a table, its head in colour on a terminal; without rows, say so."""
+        """Print JSON, or else the lines, the first one in colour; without lines print ``none``."""
         if self.prints_json:
             self.stdout.write(output.to_json(known))
             return
@@ -367,12 +370,14 @@ def wrong(text: str) -> CommandError:
 
 
 def check_words(action: str, names: Sequence[str]) -> None:
-    """Refuse words that do not fit the action.
+    """Refuse words that do not fit the action, and words that cannot be a name.
 
-    An empty word comes from an unset variable of the shell; others are broken Unicode.
+    An empty word comes from an unset variable of the shell. What UTF-8 cannot encode comes from
+    bytes that are no text.
     """
     for name in names:
-        if not name or "\0" in name or name != name.encode(errors="replace").decode():
+        as_text = name.encode(errors="replace").decode()
+        if not name or "\0" in name or name != as_text:
             raise wrong(f"'{clean(name)}' is not a name.")
     if action in NAMELESS and names:
         raise wrong(f"{action!r} takes no name.")
@@ -398,7 +403,7 @@ def check_cache(action: str) -> None:
 
 
 def starving_locks(options: dict[str, Any], selectors: Sequence[Selector]) -> list[Starving]:
-    """Return the locks that starve; none without a history, if nobody asked for them."""
+    """Return the locks that starve; an error of the history matters only if they are asked for."""
     longer_than = options["fail_if_starving"]
     if longer_than is None:
         longer_than = HOUR
