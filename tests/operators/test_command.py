@@ -954,6 +954,44 @@ def test_option_of_another_action_is_an_error(take, arguments, option):
     assert lock.owned()
 
 
+def call(*arguments, **options):
+    """Return what the command prints if an application calls it with keywords."""
+    output = io.StringIO()
+    call_command(*arguments, **options, stdout=output, no_color=True)
+    return output.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "output"),
+    [
+        (["nightly"], {"fail_if_held_over": 1e9}, "1 lock\n"),
+        (["list"], {"starving": True}, "No lock starves.\n"),
+        (["why", "nightly"], {"json": True}, '{"version"'),
+        (["clear", "nightly"], {"dry_run": True, "reason": "it hangs"}, "Would free 1 lock.\n"),
+        (["clear", "nightly"], {"yes": True}, "Freed 1 lock.\n"),
+        (["history"], {"limit": 3, "what": "lost"}, "The history has no matching row.\n"),
+        (["metrics"], {"json": True}, '{"version"'),
+        (["probe"], {"json": True}, '{"version"'),
+        (["prune"], {"older_than": 60, "dry_run": True}, "Would delete 0 rows older than 1m.\n"),
+    ],
+)
+def test_application_can_call_each_action_with_keywords(take, arguments, options, output):
+    take("nightly")
+    assert output in call("locks", *arguments, **options)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options"),
+    [(["nightly"], {"dry_run": True}), (["clear", "--all"], {"older_than": 60, "yes": True})],
+)
+def test_keyword_for_another_action_is_an_error(take, arguments, options):
+    lock = take("nightly")
+    with pytest.raises(CommandError, match=f"has no option '{next(iter(options))}'") as caught:
+        call("locks", *arguments, **options)
+    assert caught.value.returncode == 3
+    assert lock.owned()
+
+
 @pytest.mark.parametrize(
     ("arguments", "own", "other"),
     [

@@ -150,6 +150,14 @@ ADD_OPTIONS = {
 """What adds the options of an action; the other actions have none."""
 
 
+def options_of(action: str) -> set[str]:
+    """Return the options of an action, as the keywords that ``call_command`` takes."""
+    parser = argparse.ArgumentParser()
+    if action in ADD_OPTIONS:
+        ADD_OPTIONS[action](parser)
+    return {*vars(parser.parse_args([]))}
+
+
 class Alarm(CommandError):
     """What a monitor must know."""
 
@@ -159,6 +167,8 @@ class Command(BaseCommand):
 
     help = "List the locks that are held now, explain one, clear some; read their history."
     requires_system_checks: list[str] = []
+    # ``call_command`` checks the keywords against these: it does not know the action.
+    stealth_options = tuple(set[str]().union(*map(options_of, ACTIONS)))
     typed_action = ""
 
     def run_from_argv(self, argv: list[str]) -> None:
@@ -222,6 +232,7 @@ class Command(BaseCommand):
         if not action:
             action = "list"
         try:
+            check_options(action, options)
             check_words(action, options["names"])
             if action not in WITHOUT_CACHE:
                 check_cache(action)
@@ -364,6 +375,13 @@ class Command(BaseCommand):
 def wrong(text: str) -> CommandError:
     """Return the error for a command that cannot answer."""
     return CommandError(text, returncode=UNKNOWN)
+
+
+def check_options(action: str, options: dict[str, Any]) -> None:
+    """Refuse keywords for another action."""
+    foreign = options.keys() & {*Command.stealth_options} - options_of(action)
+    if foreign:
+        raise wrong(f"{action!r} has no option {min(foreign)!r}.")
 
 
 def check_words(action: str, names: Sequence[str]) -> None:
