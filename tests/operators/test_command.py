@@ -9,7 +9,7 @@ import socket
 import time
 
 import pytest
-from django.core.management import CommandError, call_command
+from django.core.management import CommandError, call_command, load_command_class
 from django.db import connection
 
 from django_singletask import TaskLock
@@ -989,6 +989,14 @@ def test_keyword_for_another_action_is_an_error(take, arguments, options):
     with pytest.raises(CommandError, match=f"has no option '{next(iter(options))}'") as caught:
         call("locks", *arguments, **options)
     assert caught.value.returncode == 3
+    assert lock.owned()
+
+
+def test_command_that_is_used_again_forgets_the_action(take):
+    command = load_command_class("django_singletask", "locks")
+    lock = take("nightly")
+    assert "Would free 1 lock." in call(command, "clear", "nightly", dry_run=True)
+    assert call(command, "nightly", starving=True) == "No matching lock starves.\n"
     assert lock.owned()
 
 

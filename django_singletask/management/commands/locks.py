@@ -186,6 +186,7 @@ class Command(BaseCommand):
     def create_parser(self, *facts: Any, **others: Any) -> CommandParser:
         """Return a parser that first reads the action, then the options of this action only."""
         create = super().create_parser
+        self.typed_action = ""  # of an earlier call
 
         def parse_args(args: Any = None, namespace: None = None) -> argparse.Namespace:
             # "--help" must wait until the action is known.
