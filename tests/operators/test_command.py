@@ -992,6 +992,22 @@ def test_keyword_for_another_action_is_an_error(take, arguments, options):
     assert lock.owned()
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--reason", "clear", "--all", "--yes", "nightly"], "write 'clear' before --reason"),
+        (["--reason", "clear", "clear", "nightly", "--yes"], "write 'clear' before --reason"),
+        (["--json", "--yes", "clear", "nightly"], "write 'clear' before --yes"),
+        (["--reason=clear", "--all", "--yes", "nightly"], "unrecognized arguments: --reason"),
+        (["--starving", "clear", "nightly", "--yes"], "unrecognized arguments: --starving"),
+    ],
+)
+def test_action_stands_before_its_options(take, arguments, message):
+    lock = take("nightly")
+    assert message in str(refused(*arguments))
+    assert lock.owned()
+
+
 def test_command_that_is_used_again_forgets_the_action(take):
     command = load_command_class("django_singletask", "locks")
     lock = take("nightly")

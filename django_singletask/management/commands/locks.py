@@ -188,16 +188,21 @@ class Command(BaseCommand):
         create = super().create_parser
         self.typed_action = ""  # of an earlier call
 
-        def parse_args(args: Any = None, namespace: None = None) -> argparse.Namespace:
-            # "--help" must wait until the action is known.
+        def parse_args(args: list[str], namespace: None = None) -> argparse.Namespace:
+            # The help depends on the action: find it first.
             finder = create(*facts, add_help=False, **others)
+            finder.add_argument("-h", "--help", action="store_true")
             found, _rest = finder.parse_known_intermixed_args(args)
+            words = [*args]
             if found.names and found.names[0] in ACTIONS:
                 self.typed_action = found.names[0]
-            parsed = create(*facts, **others).parse_intermixed_args(args)
-            if self.typed_action:
-                parsed.names.pop(0)
-            return parsed
+                at = words.index(self.typed_action)
+                # It could be the value of an option of an action, which are unknown here.
+                _found, unknown = finder.parse_known_intermixed_args(words[:at])
+                if unknown:
+                    finder.error(f"write {self.typed_action!r} before {' '.join(unknown)}")
+                del words[at]
+            return create(*facts, **others).parse_intermixed_args(words)
 
         parser = create(*facts, **others)
         parser.parse_args = parse_args  # type: ignore[method-assign, assignment]
