@@ -9,7 +9,7 @@ import socket
 import time
 
 import pytest
-from django.core.management import CommandError, call_command
+from django.core.management import CommandError, call_command, load_command_class
 from django.db import connection
 
 from django_singletask import TaskLock
@@ -951,6 +951,68 @@ def test_what_does_not_fit_the_action_is_an_error(take, arguments, message):
 def test_option_of_another_action_is_an_error(take, arguments, option):
     lock = take("nightly")
     assert f"unrecognized arguments: {option}" in str(refused(*arguments))
+    assert lock.owned()
+
+
+def call(*arguments, **options):
+    """Return what the command prints if an application calls it with keywords."""
+    output = io.StringIO()
+    call_command(*arguments, **options, stdout=output, no_color=True)
+    return output.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "output"),
+    [
+        (["nightly"], {"fail_if_held_over": 1e9}, "1 lock\n"),
+        (["list"], {"starving": True}, "No lock starves.\n"),
+        (["why", "nightly"], {"json": True}, '{"version"'),
+        (["clear", "nightly"], {"dry_run": True, "reason": "it hangs"}, "Would free 1 lock.\n"),
+        (["clear", "nightly"], {"yes": True}, "Freed 1 lock.\n"),
+        (["history"], {"limit": 3, "what": "lost"}, "The history has no matching row.\n"),
+        (["metrics"], {"json": True}, '{"version"'),
+        (["probe"], {"json": True}, '{"version"'),
+        (["prune"], {"older_than": 60, "dry_run": True}, "Would delete 0 rows older than 1m.\n"),
+    ],
+)
+def test_application_can_call_each_action_with_keywords(take, arguments, options, output):
+    take("nightly")
+    assert output in call("locks", *arguments, **options)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options"),
+    [(["nightly"], {"dry_run": True}), (["clear", "--all"], {"older_than": 60, "yes": True})],
+)
+def test_keyword_for_another_action_is_an_error(take, arguments, options):
+    lock = take("nightly")
+    with pytest.raises(CommandError, match=f"has no option '{next(iter(options))}'") as caught:
+        call("locks", *arguments, **options)
+    assert caught.value.returncode == 3
+    assert lock.owned()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--reason", "clear", "--all", "--yes", "nightly"], "write 'clear' before --reason"),
+        (["--reason", "clear", "clear", "nightly", "--yes"], "write 'clear' before --reason"),
+        (["--json", "--yes", "clear", "nightly"], "write 'clear' before --yes"),
+        (["--reason=clear", "--all", "--yes", "nightly"], "unrecognized arguments: --reason"),
+        (["--starving", "clear", "nightly", "--yes"], "unrecognized arguments: --starving"),
+    ],
+)
+def test_action_stands_before_its_options(take, arguments, message):
+    lock = take("nightly")
+    assert message in str(refused(*arguments))
+    assert lock.owned()
+
+
+def test_command_that_is_used_again_forgets_the_action(take):
+    command = load_command_class("django_singletask", "locks")
+    lock = take("nightly")
+    assert "Would free 1 lock." in call(command, "clear", "nightly", dry_run=True)
+    assert call(command, "nightly", starving=True) == "No matching lock starves.\n"
     assert lock.owned()
 
 

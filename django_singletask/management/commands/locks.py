@@ -152,6 +152,14 @@ ADD_OPTIONS = {
 """What adds the options of an action; the other actions have none."""
 
 
+def options_of(action: str) -> set[str]:
+    """Return the options of an action, as the keywords that ``call_command`` takes."""
+    parser = argparse.ArgumentParser()
+    if action in ADD_OPTIONS:
+        ADD_OPTIONS[action](parser)
+    return {*vars(parser.parse_args([]))}
+
+
 class Alarm(CommandError):
     """What a monitor must know."""
 
@@ -161,6 +169,8 @@ class Command(BaseCommand):
 
     help = "List the locks that are held now, explain one, clear some; read their history."
     requires_system_checks: list[str] = []
+    # ``call_command`` checks the keywords against these: it does not know the action.
+    stealth_options = tuple(set[str]().union(*map(options_of, ACTIONS)))
     typed_action = ""
 
     def run_from_argv(self, argv: list[str]) -> None:
@@ -178,18 +188,24 @@ class Command(BaseCommand):
     def create_parser(self, prog_name: str, subcommand: str, **kwargs: Any) -> CommandParser:
         """Return a parser that first reads the action, then the options of this action only."""
         create = partial(super().create_parser, prog_name, subcommand, **kwargs)
+        self.typed_action = ""  # of an earlier call
 
-        def parse_args(args: Any = None, namespace: None = None) -> argparse.Namespace:
+        def parse_args(args: list[str], namespace: None = None) -> argparse.Namespace:
             # The action decides what "--help" prints, so this parser only looks for the action.
             finder = create(add_help=False)
+            finder.add_argument("-h", "--help", action="store_true")
             found, _rest = finder.parse_known_intermixed_args(args)
+            words = [*args]
             if found.names and found.names[0] in ACTIONS:
                 self.typed_action = found.names[0]
+                at = words.index(self.typed_action)
+                # It could be the value of an option of an action, which are unknown here.
+                _found, unknown = finder.parse_known_intermixed_args(words[:at])
+                if unknown:
+                    finder.error(f"write {self.typed_action!r} before {' '.join(unknown)}")
+                del words[at]
             # This parser has the options of the action: see add_arguments().
-            parsed = create().parse_intermixed_args(args)
-            if self.typed_action:
-                parsed.names.pop(0)  # the action is no name
-            return parsed
+            return create().parse_intermixed_args(words)
 
         parser = create()
         parser.parse_args = parse_args  # type: ignore[method-assign, assignment]
@@ -225,6 +241,7 @@ class Command(BaseCommand):
         if not action:
             action = "list"
         try:
+            check_options(action, options)
             check_words(action, options["names"])
             if action not in WITHOUT_CACHE:
                 check_cache(action)
@@ -367,6 +384,13 @@ class Command(BaseCommand):
 def wrong(text: str) -> CommandError:
     """Return the error for a command that cannot answer."""
     return CommandError(text, returncode=UNKNOWN)
+
+
+def check_options(action: str, options: dict[str, Any]) -> None:
+    """Refuse keywords for another action."""
+    foreign = options.keys() & {*Command.stealth_options} - options_of(action)
+    if foreign:
+        raise wrong(f"{action!r} has no option {min(foreign)!r}.")
 
 
 def check_words(action: str, names: Sequence[str]) -> None:
