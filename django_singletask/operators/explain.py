@@ -30,6 +30,7 @@ from django_singletask.operators.names import Selector, SeveralMeant, UnknownNam
 from django_singletask.operators.recorded import find
 from django_singletask.operators.starving import Starving, starvation
 from django_singletask.operators.words import duration
+from django_singletask.stores.base import CannotList
 from django_singletask.stores.keys import is_key
 
 DAY = 86_400.0
@@ -97,7 +98,7 @@ def why(text: str) -> Why:
     :class:`SeveralMeant`, :class:`CannotList`, and :class:`LockUnavailable`.
     """
     selector = select(text)
-    locks = list_held([selector])
+    locks = _list(selector)
     must_be_known([selector], locks)
     # A lock that somebody has comes before queued calls and expired holds.
     meant: list[Any] = sorted(locks, key=lambda lock: lock.state not in HOLDING)
@@ -125,6 +126,20 @@ def why(text: str) -> Why:
     return known
 
 
+def _list(selector: Selector) -> list[HeldLock]:
+    """List what a text selects, also where the cache cannot list its entries.
+
+    There the name of a lock is enough, unless it is that of a call: its key needs the arguments.
+    """
+    try:
+        return list_held([selector])
+    except CannotList:
+        if not selector.may_be_name:
+            raise
+        keys = selector.keys()
+        return list_held([select(key) for key in keys])
+
+
 def _task_meant(selector: Selector, meant: list[Any]) -> str | None:
     """Return the task if a selector means all locks of a task.
 
@@ -145,7 +160,7 @@ def _task_meant(selector: Selector, meant: list[Any]) -> str | None:
         return None
     task, *others = tasks
     if others or not task:  # a lock can have no task
-        raise SeveralMeant(selector.text, names[:SHOWN])
+        raise SeveralMeant(selector.text, names)
     return str(task)
 
 
@@ -158,7 +173,10 @@ def _explain_lock(name: str, key: str, *, only: bool = False) -> Why:
     A name that was cut can belong to several locks. With ``only``, those with another key are left
     out.
     """
-    locks = list_held([select(key), select(name)])
+    locks = list_held([select(key)])
+    seen = {lock.key for lock in locks}
+    with suppress(CannotList):  # then only this lock is known
+        locks += [lock for lock in list_held([select(name)]) if lock.key not in seen]
     rows, no_history = _read_rows(TaskLockEvent.objects.named(name))
     if only and not key.startswith(QUEUED):
         # The key of a queued call has a hash that does not show the lock, so these all stay.

@@ -236,8 +236,8 @@ def must_be_known(selectors: Iterable[Selector], locks: Sequence[HeldLock] = ())
         if selector.is_pattern or any(map(selector.selects, locks)) or selector.tasks:
             continue
         with suppress(NoHistory):
-            rows, _complete = find([selector], limit=1)
-            if not rows:
+            rows, complete = find([selector], limit=1)
+            if complete and not rows:
                 raise UnknownName(selector.text)
 
 

@@ -16,7 +16,7 @@ from django_singletask.history.queries import NEWEST, NoHistory, reading
 from django_singletask.holder import clean
 from django_singletask.locks.keys import QUEUED, LockKey, lock_of_slot, name_key
 from django_singletask.models import TaskLockEvent
-from django_singletask.operators.words import process
+from django_singletask.operators.words import few, process
 from django_singletask.stores.keys import is_key
 from django_singletask.task.base import import_tasks
 
@@ -51,8 +51,9 @@ class SeveralMeant(Exception):
     """More than one lock or task is meant by the name that was typed."""
 
     def __init__(self, name: str, matches: Sequence[str]) -> None:
-        names = ", ".join(f'"{clean(match)}"' for match in matches)
-        super().__init__(f"'{clean(name, 255)}' means more than one: {names}. Name one of them.")
+        super().__init__(
+            f"'{clean(name, 255)}' means more than one: {few(matches)}. Name one of them."
+        )
 
 
 class Selector:
@@ -126,6 +127,13 @@ class Selector:
             return False
         return bool(self.recorded_keys)
 
+    @property
+    def may_be_name(self) -> bool:
+        """Whether it can be the name of a lock that is neither a call nor an id."""
+        if self.tasks or self.is_pattern or "(" in self.text:
+            return False
+        return ID.fullmatch(self.text) is None
+
     @cached_property
     def _keys(self) -> set[str]:
         return {*self.keys()}
@@ -156,6 +164,8 @@ class Selector:
 
     def fits(self, name: str, task: str | None, *others: str | None) -> bool:
         """Say whether one of these texts is meant. One that is missing is not compared."""
+        if not self.text.strip("…"):  # all is cut out
+            return False
         if task in self.tasks or name == self.name:
             return True
         texts = [name, last_part(name), *others]

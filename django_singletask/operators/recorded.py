@@ -80,7 +80,9 @@ def _find(selector: Selector, what: str, window: Window, limit: int) -> Found:
     if not selector.is_pattern:
         found = [_read(rows, what, window, limit) for rows in _indexed(selector)]
         rows, complete = _together(found)
-        if rows:
+        # MySQL also finds names that differ in case, in accents, or in spaces at their end.
+        rows = [row for row in rows if _is_meant(selector, row)]
+        if rows or selector.tasks or selector.is_exact:
             return rows, complete
     return _scan(selector, what, window, limit)
 

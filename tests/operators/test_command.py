@@ -1048,3 +1048,34 @@ def test_options_stand_between_the_words_and_a_lock_can_have_the_name_of_an_acti
     take("other")
     assert locks("--no-color", "list", "--json", "probe").count('"name"') == 1
     assert "\nheld   other " in locks("other")
+
+
+def test_clear_refuses_a_text_that_is_a_host_and_a_task():
+    """To clear what a host has would be too much for who meant the task."""
+    hold(name="reports.worker()", task="reports.worker", host="web-1", token="t1")
+    hold(name="nightly", host="worker", token="t2")
+    error = refused("clear", "worker", "--yes")
+    assert (error.returncode, "the host worker" in str(error)) == (3, True)
+    assert cleared() == []
+    assert "Would free 1 lock" in locks("clear", "reports.worker", "--dry-run")
+
+
+def test_history_of_a_lock_has_no_rows_of_others_that_are_called_alike():
+    ran(7200, name="nightly")
+    ran(60, name="x.nightly")
+    assert locks("history", "nightly", "--since", "1h") == "The history has no matching row.\n"
+
+
+def test_name_that_older_rows_may_have_is_not_unknown(monkeypatch):
+    inside.bound(monkeypatch, "rows of a search", 1)
+    ran(120, name="nightly", host="web-9")
+    ran(60, name="other")
+    assert locks("list", "web-9") == "No matching lock is held.\n"
+
+
+def test_limit_of_an_alarm_changes_no_state():
+    hold(name="hungry", token="t1", since=time.time() - 2000)
+    skipped(1900, 60, 30, name="hungry", blocked_by="t1")
+    error = refused("list", "--fail-if-starving", "10m")
+    assert (error.returncode, "hungry (30 conflicts" in str(error)) == (2, True)
+    assert "starv" not in locks("list")

@@ -231,3 +231,7 @@ def test_tasks_are_imported_where_no_worker_has_done_so():
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     )
     assert done.stdout == f"['{UNIQUE}']\n"
+
+
+def test_text_in_which_all_is_cut_out_selects_nothing(feed):
+    assert selected("…") == selected("……") == []

@@ -28,7 +28,7 @@ from django_singletask.models import TaskLockEvent
 from django_singletask.operators import held, words
 from django_singletask.operators.explain import Fact, facts, why
 from django_singletask.operators.held import EXPLAINED, HOLDING, HeldLock, cannot_ask
-from django_singletask.operators.names import Selector, UnknownName, select
+from django_singletask.operators.names import Selector, SeveralMeant, UnknownName, select
 from django_singletask.operators.probe import probe
 from django_singletask.operators.recorded import SCANNED, find
 from django_singletask.operators.starving import HOUR, Starving, starving
@@ -281,7 +281,7 @@ class Command(BaseCommand):
                 verb = "starves"
             number = plural(len(hungry), "lock")
             self.stdout.write(f"{number} {verb}: manage.py locks --starving names them.")
-        alarms = [*held_alarms(locks, options), *starving_alarms(hungry, options)]
+        alarms = [*held_alarms(locks, options), *starving_alarms(selectors, options)]
         if alarms:
             raise Alarm(" ".join(alarms), returncode=2)
 
@@ -428,11 +428,8 @@ def check_cache(action: str) -> None:
 
 def starving_locks(options: dict[str, Any], selectors: Sequence[Selector]) -> list[Starving]:
     """Return the locks that starve; an error of the history matters only if they are asked for."""
-    longer_than = options["fail_if_starving"]
-    if longer_than is None:
-        longer_than = HOUR
     try:
-        return starving(longer_than, selectors)
+        return starving(HOUR, selectors)
     except NoHistory:
         if options["starving"] or options["fail_if_starving"]:
             raise
@@ -449,15 +446,16 @@ def held_alarms(locks: Sequence[HeldLock], options: dict[str, Any]) -> Iterator[
         yield f"Held for more than {duration(limit)}: {names}."
 
 
-def starving_alarms(hungry: Sequence[Starving], options: dict[str, Any]) -> Iterator[str]:
+def starving_alarms(selectors: Sequence[Selector], options: dict[str, Any]) -> Iterator[str]:
     limit = options["fail_if_starving"]
-    if limit is None or not hungry:
+    if limit is None:
         return
     names = []
-    for each in hungry:
+    for each in starving(limit, selectors):
         met = plural(each.conflicts, "conflict")
         names.append(f"{each.name} ({met} in {duration(each.unmet)})")
-    yield f"Starving for {duration(limit)} or more: {few(names)}."
+    if names:
+        yield f"Starving for {duration(limit)} or more: {few(names)}."
 
 
 def check_choice(options: dict[str, Any]) -> None:
@@ -487,6 +485,7 @@ def choose(options: dict[str, Any]) -> tuple[list[HeldLock], str]:
             chosen.append(lock)
     missing = []
     for selector in selectors:
+        refuse_two_meanings(selector, chosen)
         if not (selector.is_pattern or any(map(selector.selects, chosen))):
             missing.append(selector.text)
     if options["queued"] and (missing or not chosen):
@@ -495,6 +494,17 @@ def choose(options: dict[str, Any]) -> tuple[list[HeldLock], str]:
     if missing:
         raise CommandError(clean(nothing))
     return held.add_conflicts(held.add_states(chosen)), nothing
+
+
+def refuse_two_meanings(selector: Selector, locks: Sequence[HeldLock]) -> None:
+    """Raise an error if a text is the name of a host, and of a lock or a task of another host.
+
+    To free all that the host has would be too much, if only the task was meant.
+    """
+    by_host = [lock for lock in locks if lock.host == selector.text]
+    by_name = [lock.name for lock in locks if selector.fits(lock.name, lock.task)]
+    if by_host and by_name:
+        raise SeveralMeant(selector.text, [f"the host {selector.text}", *by_name])
 
 
 def must_list() -> None:
