@@ -94,8 +94,11 @@ class Drawn:
         return min(36, 12 + 5 * math.log2(self.event.count))
 
     def clock_times(self, begin: datetime, end: datetime) -> str:
-        times = dict.fromkeys(map(self.window.clock_time, (begin, end)))
-        return " – ".join(times)
+        begin_time = self.window.clock_time(begin)
+        end_time = self.window.clock_time(end)
+        if begin_time == end_time:
+            return begin_time
+        return f"{begin_time} – {end_time}"
 
     def add(self, shape: str, state: str, begin: datetime, end: datetime) -> None:
         """Add a mark, unless it lies outside the window."""
@@ -103,7 +106,7 @@ class Drawn:
             return
         when = self.clock_times(begin, end)
         if shape == "tick":
-            begin = end
+            begin = end  # a tick stands where the last of the calls came
         x = min(self.window.percent(begin), 100 - NARROW)  # no mark lies beyond the edge
         width = max(self.window.percent(end) - x, NARROW)
         self.marks.append(Mark(shape, state, when, x, width))

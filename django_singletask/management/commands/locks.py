@@ -247,18 +247,22 @@ class Command(BaseCommand):
         held.must_be_known(selectors, locks)
         hungry = starving_locks(options, selectors)
         held.add_conflicts(held.add_states(locks, hungry))
-        none = "No lock is held."
+        what = "lock"
         if selectors:
-            none = "No matching lock is held."
+            what = "matching lock"
+        none = f"No {what} is held."
         lines = output.lock_table(locks)
         if options["starving"]:
+            none = f"No {what} starves."
             lines = output.starving_table(hungry)
-            none = none.replace("is held", "starves")
         known = {"states": held.count_states(locks), "starving": hungry, "locks": locks}
-        if locks and not (options["json"] or options["starving"]):
+        is_table_of_locks = True
+        if options["json"] or options["starving"]:
+            is_table_of_locks = False
+        if locks and is_table_of_locks:
             self.stdout.write(held.summary(locks))
         self.show(known, lines, none)
-        if hungry and not (options["json"] or options["starving"]):
+        if hungry and is_table_of_locks:
             verb = "starve"
             if len(hungry) == 1:
                 verb = "starves"
