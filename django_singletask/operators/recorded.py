@@ -64,15 +64,10 @@ def find(
     return newest, complete
 
 
-def _together(found: Iterable[Found]) -> Found:
+def _together(found: Sequence[Found]) -> Found:
     """Return all rows that were found, and whether each search was complete."""
-    together = []
-    all_complete = True
-    for rows, complete in found:
-        together += rows
-        if not complete:
-            all_complete = False
-    return together, all_complete
+    rows = [row for part, _complete in found for row in part]
+    return rows, all(complete for _part, complete in found)
 
 
 def _find(selector: Selector, what: str, window: Window, limit: int) -> Found:
