@@ -132,7 +132,7 @@ def draw(
         rows = rows.of_task(task)
     chosen, shorter = newest_rows(rows, window)
     if event is not None:
-        chosen.append(event)
+        chosen.append(event)  # by_name() takes each row once
     locks = by_name(chosen)
     # A lock is as important as its most important event.
     ranks = {lock: max(map(rank, events)) for lock, events in locks.items()}
@@ -148,7 +148,7 @@ def draw(
         "drawn": sorted(drawn, key=lambda each: each.end, reverse=True),
         "legend": legend(drawn),
         "most": ROWS,
-        **shorter,
+        **shorter,  # nothing if all rows are drawn
     }
 
 
