@@ -118,7 +118,7 @@ class TaskLockEventQuerySet(models.QuerySet[Any]):
     def cut_after(self, most: int) -> tuple[TaskLockEventQuerySet, bool]:
         """Keep about ``most`` rows, the newest; return them, and whether no other row is left.
 
-        The rows must be in the order of :meth:`newest`.
+        The rows must be in an order in which the newest are first.
         """
         times = list(self.values_list("happened_at", flat=True)[most - 1 : most + 1])
         if len(times) < 2:

@@ -28,11 +28,11 @@ from django_singletask.operators.words import ANY_TROUBLE, LONGEST, process
 from django_singletask.stores import get_store
 
 SCANNED = 20_000
-"""Newest rows, at most, among which those are looked for that no index serves."""
+"""The maximum number of newest rows that are looked through where no index serves."""
 SHOWN = ["name", "task", "task_id", "ref", "key", "host", "pid"]
-"""Columns of which an operator may type what they have."""
+"""Columns whose content an operator may type."""
 LISTED = 1000
-"""Rows of a window, or with a code, that a list shows at most: more take too long."""
+"""The maximum number of rows of a window, or with a code, in a list: more take too long."""
 Window = tuple[datetime | None, datetime | None]
 ALWAYS: Window = (None, None)
 Found = tuple[list[TaskLockEvent], bool]
@@ -64,19 +64,14 @@ def find(
     return newest, complete
 
 
-def _together(found: Iterable[Found]) -> Found:
+def _together(found: Sequence[Found]) -> Found:
     """Return all rows that were found, and whether each search was complete."""
-    together = []
-    all_complete = True
-    for rows, complete in found:
-        together += rows
-        if not complete:
-            all_complete = False
-    return together, all_complete
+    rows = [row for part, _complete in found for row in part]
+    return rows, all(complete for _part, complete in found)
 
 
 def _find(selector: Selector, what: str, window: Window, limit: int) -> Found:
-    """Find the rows that a selector means, by indexes if these have any."""
+    """Find the rows that a selector means: by indexes, or else among the newest rows."""
     if not selector.is_pattern:
         found = [_read(rows, what, window, limit) for rows in _indexed(selector)]
         rows, complete = _together(found)
@@ -101,7 +96,8 @@ def _scan(selector: Selector, what: str, window: Window, limit: int) -> Found:
     """Look through the newest rows for those that a selector means."""
     history = TaskLockEvent.objects
     parts, complete = _parts(history.newest(), what, window)
-    # The first part is what happened in the window, which can be millions of rows.
+    # The first part is what happened in the window, which can be millions of rows. The other parts
+    # are much smaller.
     parts[0], is_whole = parts[0].cut_after(SCANNED)
     if not is_whole:
         complete = False
@@ -162,6 +158,7 @@ def _with_result(rows: Any, result: str, window: Window) -> tuple[list[Any], boo
     newest, *others = _within(rows, window)
     newest, complete = newest.cut_after(SCANNED)
     parts = [newest, *others[:-1]]  # the last of a window's parts are open holds without a result
+    # Calls have the outcome "". A run with trouble is found by its outcome, not by its result.
     ended_so = {"result": result, "outcome__in": ("", "released")}
     return [part.filter(**ended_so) for part in parts], complete
 

@@ -94,8 +94,11 @@ class Drawn:
         return min(36, 12 + 5 * math.log2(self.event.count))
 
     def clock_times(self, begin: datetime, end: datetime) -> str:
-        times = dict.fromkeys(map(self.window.clock_time, (begin, end)))
-        return " – ".join(times)
+        begin_time = self.window.clock_time(begin)
+        end_time = self.window.clock_time(end)
+        if begin_time == end_time:
+            return begin_time
+        return f"{begin_time} – {end_time}"
 
     def add(self, shape: str, state: str, begin: datetime, end: datetime) -> None:
         """Add a mark, unless it lies outside the window."""
@@ -103,7 +106,7 @@ class Drawn:
             return
         when = self.clock_times(begin, end)
         if shape == "tick":
-            begin = end
+            begin = end  # a tick stands where the last of the calls came
         x = min(self.window.percent(begin), 100 - NARROW)  # no mark lies beyond the edge
         width = max(self.window.percent(end) - x, NARROW)
         self.marks.append(Mark(shape, state, when, x, width))
@@ -129,7 +132,7 @@ def draw(
         rows = rows.of_task(task)
     chosen, shorter = newest_rows(rows, window)
     if event is not None:
-        chosen.append(event)
+        chosen.append(event)  # by_name() takes each row once
     locks = by_name(chosen)
     # A lock is as important as its most important event.
     ranks = {lock: max(map(rank, events)) for lock, events in locks.items()}
@@ -145,7 +148,7 @@ def draw(
         "drawn": sorted(drawn, key=lambda each: each.end, reverse=True),
         "legend": legend(drawn),
         "most": ROWS,
-        **shorter,
+        **shorter,  # nothing if all rows are drawn
     }
 
 

@@ -106,40 +106,78 @@ def usage_exit(status: int = 0, message: str | None = None) -> NoReturn:
 
 
 def add_list_options(parser: Options) -> None:
-    starving = "list the locks whose calls come to nothing: no run has completed for an hour"
-    held_over = "exit with 2 if a lock is held for longer than this"
-    hungry = "exit with 2 if a lock has starved for this long: see --starving"
-    parser.add_argument("--starving", action="store_true", help=starving)
-    parser.add_argument("--fail-if-held-over", type=parse_duration, metavar="1h", help=held_over)
-    parser.add_argument("--fail-if-starving", type=parse_duration, metavar="1h", help=hungry)
+    parser.add_argument(
+        "--starving",
+        action="store_true",
+        help="list the locks whose calls come to nothing: no run has completed for an hour",
+    )
+    parser.add_argument(
+        "--fail-if-held-over",
+        type=parse_duration,
+        metavar="1h",
+        help="exit with 2 if a lock is held for longer than this",
+    )
+    parser.add_argument(
+        "--fail-if-starving",
+        type=parse_duration,
+        metavar="1h",
+        help="exit with 2 if a lock has starved for this long: see --starving",
+    )
 
 
 def add_clear_options(parser: Options) -> None:
-    dead = "free the locks of processes that are proven dead"
-    queued = "forget queued calls instead of freeing locks, so that equal calls can be sent"
-    reason = "why, for the history, which keeps 255 characters"
-    parser.add_argument("--dead", action="store_true", help=dead)
+    parser.add_argument(
+        "--dead",
+        action="store_true",
+        help="free the locks of processes that are proven dead",
+    )
     parser.add_argument("--all", action="store_true", help="free every lock")
-    parser.add_argument("--queued", action="store_true", help=queued)
-    parser.add_argument("--reason", default="", help=reason)
+    parser.add_argument(
+        "--queued",
+        action="store_true",
+        help="forget queued calls instead of freeing locks, so that equal calls can be sent",
+    )
+    parser.add_argument(
+        "--reason",
+        default="",
+        help="why, for the history, which keeps 255 characters",
+    )
     parser.add_argument("--yes", action="store_true", help="do not ask")
     parser.add_argument("--dry-run", action="store_true", help="only show what would be freed")
 
 
 def add_history_options(parser: Options) -> None:
-    what = "only runs and calls of which the list says this"
-    since = "only what went on after this time ('2026-11-21 14:05', 14:05), or this long ago"
-    until = "only what went on before this time"
-    limit = "print at most this many rows (50)"
-    parser.add_argument("--what", choices=WORDS, help=what)
-    parser.add_argument("--since", type=moment, metavar="2h", help=since)
-    parser.add_argument("--until", type=moment, help=until)
-    parser.add_argument("--limit", type=count, default=50, help=limit)
+    parser.add_argument(
+        "--what",
+        choices=WORDS,
+        help="only runs and calls of which the list says this",
+    )
+    parser.add_argument(
+        "--since",
+        type=moment,
+        metavar="2h",
+        help="only what went on after this time ('2026-11-21 14:05', 14:05), or this long ago",
+    )
+    parser.add_argument(
+        "--until",
+        type=moment,
+        help="only what went on before this time",
+    )
+    parser.add_argument(
+        "--limit",
+        type=count,
+        default=50,
+        help="print at most this many rows (50)",
+    )
 
 
 def add_prune_options(parser: Options) -> None:
-    older = "delete rows that are older than this (default: SINGLETASK_HISTORY_DAYS)"
-    parser.add_argument("--older-than", type=parse_duration, metavar="7d", help=older)
+    parser.add_argument(
+        "--older-than",
+        type=parse_duration,
+        metavar="7d",
+        help="delete rows that are older than this (default: SINGLETASK_HISTORY_DAYS)",
+    )
     parser.add_argument("--dry-run", action="store_true", help="only count the rows")
 
 
@@ -264,18 +302,22 @@ class Command(BaseCommand):
         held.must_be_known(selectors, locks)
         hungry = starving_locks(options, selectors)
         held.add_conflicts(held.add_states(locks, hungry))
-        none = "No lock is held."
+        what = "lock"
         if selectors:
-            none = "No matching lock is held."
+            what = "matching lock"
+        none = f"No {what} is held."
         lines = output.lock_table(locks)
         if options["starving"]:
+            none = f"No {what} starves."
             lines = output.starving_table(hungry)
-            none = none.replace("is held", "starves")
         known = {"states": held.count_states(locks), "starving": hungry, "locks": locks}
-        if locks and not (options["json"] or options["starving"]):
+        is_table_of_locks = True
+        if options["json"] or options["starving"]:
+            is_table_of_locks = False
+        if locks and is_table_of_locks:
             self.stdout.write(held.summary(locks))
         self.show(known, lines, none)
-        if hungry and not (options["json"] or options["starving"]):
+        if hungry and is_table_of_locks:
             verb = "starve"
             if len(hungry) == 1:
                 verb = "starves"
