@@ -743,6 +743,13 @@ def test_history_takes_filters(arguments, names):
     assert [facts["name"] for facts in locks_as_json("history", *arguments)["rows"]] == names
 
 
+def test_window_that_ends_before_it_begins_is_an_error():
+    ran(3600, 7200)
+    for until in ("2h", "2026-01-01"):
+        error = refused("history", "--since", "1h", "--until", until)
+        assert (str(error), error.returncode) == ("--until must be later than --since.", 3)
+
+
 def test_history_of_what_was_just_cleared_has_it_although_it_began_long_ago():
     row("run", 9000, outcome="cleared", noticed_at=before_now(2), actor="ada")
     row("run", 9000, name="other", outcome="cleared", noticed_at=before_now(4000))

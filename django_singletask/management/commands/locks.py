@@ -317,6 +317,10 @@ class Command(BaseCommand):
         self.show({"locks": rows}, (), result)
 
     def history(self, options: dict[str, Any]) -> None:
+        since = options["since"]
+        until = options["until"]
+        if since and until and since >= until:
+            raise wrong("--until must be later than --since.")
         selectors = [*map(select, options["names"])]
         narrowed = {name: options[name] for name in ("what", "since", "until", "limit")}
         rows, complete = find(selectors, **narrowed)
