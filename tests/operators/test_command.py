@@ -770,9 +770,24 @@ def test_history_says_that_it_searched_the_newest_rows_only(monkeypatch, capsys)
     for number in range(3):
         ran(50 - number, name=f"shops.bill({number})")
     assert "shops.bill(2)" in locks("history", "*bill*", "--limit", "2")
-    assert capsys.readouterr().err == ""
+    assert "were searched" not in capsys.readouterr().err
     assert locks("history", "*sync*") == "The history has no matching row.\n"
     assert re.match("Only the newest .* rows were searched", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (["--limit", "2"], "At most 2 rows are listed: see --limit.\n"),
+        (["--limit", "2", "--json"], ""),
+        (["--limit", "4"], ""),
+    ],
+)
+def test_history_says_that_it_may_have_more_rows(capsys, arguments, error):
+    for _ in range(3):
+        ran(60)
+    locks("history", *arguments)
+    assert capsys.readouterr().err == error
 
 
 def test_history_is_shown_while_the_cache_is_away(settings, dead_redis):

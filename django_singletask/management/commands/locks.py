@@ -325,7 +325,11 @@ class Command(BaseCommand):
         narrowed = {name: options[name] for name in ("what", "since", "until", "limit")}
         rows, complete = find(selectors, **narrowed)
         held.must_be_known(selectors)
-        if not complete and len(rows) < options["limit"]:
+        limit = options["limit"]
+        if len(rows) == limit:
+            if not self.prints_json:
+                self.stderr.write(f"At most {limit} rows are listed: see --limit.")
+        elif not complete:
             self.stderr.write(f"Only the newest {SCANNED} rows were searched.")
         if conf.history == "off":
             self.stderr.write(
