@@ -517,8 +517,10 @@ def confirm(locks: Sequence[HeldLock], options: dict[str, Any]) -> None:
         if not options["dead"]:
             question += " What runs keeps running, and a second copy can start meanwhile."
     answer = ""
-    with suppress(EOFError, KeyboardInterrupt):
+    try:
         answer = input(f"{question} [y/N] ")
+    except (EOFError, KeyboardInterrupt):
+        print(flush=True)  # nobody has ended the line of the question
     if answer.strip().lower() not in {"y", "yes"}:
         raise CommandError("Nothing was freed. To skip the question, add --yes.")
 
