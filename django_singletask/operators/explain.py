@@ -118,9 +118,10 @@ def why(text: str) -> Why:
         return _explain_lock(text, keys[0])
     first = meant[0]
     key = first.key
-    if is_key(text):
+    only = is_key(text) and selector.is_exact
+    if only:
         key = text
-    known = _explain_lock(first.name, lock_of_slot(key), only=is_key(text))
+    known = _explain_lock(first.name, lock_of_slot(key), only=only)
     if not locks and text in (first.task_id, first.token):
         known.run = first
     return known

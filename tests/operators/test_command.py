@@ -536,9 +536,11 @@ def test_clear_of_a_queued_call_suggests_the_option_queued(queued):
 # why
 
 
-def test_why_of_a_pattern_says_what_to_type():
+def test_why_of_a_pattern_that_fits_nothing_is_an_error(take):
+    take("nightly")
     error = refused("why", "nightly(*")
-    assert "'manage.py locks' lists what fits one" in str(error)
+    assert str(error).startswith("No lock or task is known as 'nightly(*'.")
+    assert error.returncode == 3
 
 
 def test_why_of_a_task_as_json():
@@ -743,6 +745,13 @@ def test_history_takes_filters(arguments, names):
     assert [facts["name"] for facts in locks_as_json("history", *arguments)["rows"]] == names
 
 
+def test_window_that_ends_before_it_begins_is_an_error():
+    ran(3600, 7200)
+    for until in ("2h", "2026-01-01"):
+        error = refused("history", "--since", "1h", "--until", until)
+        assert (str(error), error.returncode) == ("--until must be later than --since.", 3)
+
+
 def test_history_of_what_was_just_cleared_has_it_although_it_began_long_ago():
     row("run", 9000, outcome="cleared", noticed_at=before_now(2), actor="ada")
     row("run", 9000, name="other", outcome="cleared", noticed_at=before_now(4000))
@@ -763,9 +772,24 @@ def test_history_says_that_it_searched_the_newest_rows_only(monkeypatch, capsys)
     for number in range(3):
         ran(50 - number, name=f"shops.bill({number})")
     assert "shops.bill(2)" in locks("history", "*bill*", "--limit", "2")
-    assert capsys.readouterr().err == ""
+    assert "were searched" not in capsys.readouterr().err
     assert locks("history", "*sync*") == "The history has no matching row.\n"
     assert re.match("Only the newest .* rows were searched", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (["--limit", "2"], "At most 2 rows are listed: see --limit.\n"),
+        (["--limit", "2", "--json"], ""),
+        (["--limit", "4"], ""),
+    ],
+)
+def test_history_says_that_it_may_have_more_rows(capsys, arguments, error):
+    for _ in range(3):
+        ran(60)
+    locks("history", *arguments)
+    assert capsys.readouterr().err == error
 
 
 def test_history_is_shown_while_the_cache_is_away(settings, dead_redis):

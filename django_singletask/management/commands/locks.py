@@ -362,11 +362,19 @@ class Command(BaseCommand):
         self.show({"locks": rows}, (), result)
 
     def history(self, options: dict[str, Any]) -> None:
+        since = options["since"]
+        until = options["until"]
+        if since and until and since >= until:
+            raise wrong("--until must be later than --since.")
         selectors = [*map(select, options["names"])]
         narrowed = {name: options[name] for name in ("what", "since", "until", "limit")}
         rows, complete = find(selectors, **narrowed)
         held.must_be_known(selectors)
-        if not complete and len(rows) < options["limit"]:
+        limit = options["limit"]
+        if len(rows) == limit:
+            if not self.prints_json:
+                self.stderr.write(f"At most {limit} rows are listed: see --limit.")
+        elif not complete:
             self.stderr.write(f"Only the newest {SCANNED} rows were searched.")
         if conf.history == "off":
             self.stderr.write(
@@ -447,11 +455,8 @@ def check_words(action: str, names: Sequence[str]) -> None:
             raise wrong(f"'{clean(name)}' is not a name.")
     if action in NAMELESS and names:
         raise wrong(f"{action!r} takes no name.")
-    if action == "why":
-        if len(names) != 1:
-            raise wrong("'why' explains one lock or one task: name one.")
-        if "*" in names[0]:
-            raise wrong("'why' takes no pattern: 'manage.py locks' lists what fits one.")
+    if action == "why" and len(names) != 1:
+        raise wrong("'why' explains one lock or one task: name one.")
 
 
 def check_cache(action: str) -> None:
@@ -566,8 +571,10 @@ def confirm(locks: Sequence[HeldLock], options: dict[str, Any]) -> None:
         if not options["dead"]:
             question += " What runs keeps running, and a second copy can start meanwhile."
     answer = ""
-    with suppress(EOFError, KeyboardInterrupt):
+    try:
         answer = input(f"{question} [y/N] ")
+    except (EOFError, KeyboardInterrupt):
+        print(flush=True)  # nobody has ended the line of the question
     if answer.strip().lower() not in {"y", "yes"}:
         raise CommandError("Nothing was freed. To skip the question, add --yes.")
 
