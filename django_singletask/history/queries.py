@@ -275,7 +275,6 @@ class TaskLockEventQuerySet(models.QuerySet[Any]):
         groups = rows.values("task", "kind", "outcome", "result", is_before=is_before)
         totals: Iterable[dict[str, Any]] = groups.annotate(
             calls=Sum("count"),
-            retaking_runs=Count("retaken_at"),
             seconds_waited=Sum("waited"),
             ends=Count("ended_at"),
             lasted=Sum(length),
