@@ -175,22 +175,14 @@ class TaskLockEventQuerySet(models.QuerySet[Any]):
             return self.filter(name__gte=beginning, name__lt=f"{beginning}\U0010ffff")
         return self.filter(name__startswith=beginning)
 
-    def within(
-        self, start: datetime, end: datetime | None = None, limit: int = FREQUENT
-    ) -> TaskLockEventQuerySet:
-        """Keep the ``limit`` newest of the rows whose time meets a window.
-
-        The time of a row is from its begin to the last thing that happened, and that of an open
-        hold goes on. Without an ``end`` so does the window.
-        """
-        return self.newest_of(self.parts_within(start, end), limit)
-
     def parts_within(
         self, start: datetime, end: datetime | None = None
     ) -> list[TaskLockEventQuerySet]:
-        """Return the parts of a window; they are asked one by one, each by an index.
+        """Return the rows whose time meets a window, in parts, each the newest first.
 
-        For all of them together, a database would read all rows since ``start``.
+        The time of a row is from its begin to the last thing that happened, and that of an open
+        hold goes on. Without an ``end`` so does the window. The parts are asked one by one, each by
+        an index: for all of them together, a database would read all rows since ``start``.
 
             a row:  begins ................ the last thing happens, or nothing yet
             window:             |       |
@@ -214,16 +206,29 @@ class TaskLockEventQuerySet(models.QuerySet[Any]):
         ]
 
     def newest_of(
-        self, parts: Iterable[TaskLockEventQuerySet], limit: int
+        self,
+        parts: Iterable[TaskLockEventQuerySet],
+        limit: int,
+        start: datetime | None,
+        end: datetime | None,
     ) -> TaskLockEventQuerySet:
-        """Return the ``limit`` newest rows of these parts, of which at most so many are read."""
-        times: dict[int, datetime] = {}
+        """Return the first rows of the parts of a window in the order of :func:`newest_first`.
+
+        They are ``limit`` rows at most, and no more are read of a part.
+        """
+        rows: set[Any] = set()
         for part in parts:
-            times.update(part.values_list("pk", "happened_at")[:limit])
-        newest = sorted(times, key=times.__getitem__, reverse=True)[:limit]
+            rows.update(part.values_list("pk", "at", "happened_at", named=True)[:limit])
+        pks = [row.pk for row in newest_first(rows, start, end)[:limit]]
         # The filter is a list of ids: with the other conditions PostgreSQL would plan it anew.
-        found: TaskLockEventQuerySet = self.model.objects.using(self.db).filter(pk__in=newest)
-        return found.newest()
+        found: TaskLockEventQuerySet = self.model.objects.using(self.db).filter(pk__in=pks)
+        if end is None:
+            return found.newest()
+        happened_in_it = Q(happened_at__lt=end)
+        if start is not None:
+            happened_in_it &= Q(happened_at__gte=start)
+        happened = models.Case(models.When(happened_in_it, then="happened_at"))
+        return found.order_by(happened.desc(nulls_last=True), "-at")
 
     def older_than(self, seconds: float | None = None) -> TaskLockEventQuerySet:
         """Keep the rows in which nothing happened for so many seconds, except those of open holds.
@@ -276,7 +281,6 @@ class TaskLockEventQuerySet(models.QuerySet[Any]):
         groups = rows.values("task", "kind", "outcome", "result", is_before=is_before)
         totals: Iterable[dict[str, Any]] = groups.annotate(
             calls=Sum("count"),
-            retaking_runs=Count("retaken_at"),
             seconds_waited=Sum("waited"),
             ends=Count("ended_at"),
             lasted=Sum(length),
@@ -345,6 +349,23 @@ class TaskLockEventQuerySet(models.QuerySet[Any]):
             return None
         lengths = lengths[:RUNS]
         return UsualHold(statistics.median(lengths), max(lengths), len(lengths))
+
+
+def newest_first(rows: Iterable[Any], start: datetime | None, end: datetime | None) -> list[Any]:
+    """Sort rows of a window: what happened in it, and then what only went on.
+
+    So none of the former is cut off for the latter, however much goes on. What went on is sorted by
+    its begin, which may be in the window.
+    """
+
+    def place(row: Any) -> tuple[bool, datetime, int]:
+        if end is None:
+            return True, row.happened_at, row.pk
+        if row.happened_at >= end or (start is not None and row.happened_at < start):
+            return False, row.at, row.pk
+        return True, row.happened_at, row.pk
+
+    return sorted(rows, key=place, reverse=True)
 
 
 def ago(at: datetime) -> float:

@@ -11,11 +11,13 @@ from typing import Any
 from django.utils.translation import gettext_lazy
 
 from django_singletask.history.queries import OPEN, TaskLockEventQuerySet, timestamp
-from django_singletask.models import COMPLETED, TROUBLE
+from django_singletask.models import COMPLETED
 from django_singletask.operators.recorded import judge
 from django_singletask.operators.windows import Window
 from django_singletask.operators.words import hold_time
 
+GONE = ["dead", "expired", "lost"]
+"""Outcomes that count as dead or lost; nobody cleared these locks."""
 NUMBERS = {
     "run": gettext_lazy("Runs"),
     "raised": gettext_lazy("Raised"),
@@ -64,10 +66,8 @@ class TaskFigures:
         figures[total["kind"]] += total["calls"]
         figures[total["result"]] += total["calls"]
         figures["waited"] += total["seconds_waited"]
-        if total["outcome"] in TROUBLE:
+        if total["outcome"] in GONE:
             figures["trouble"] += total["calls"]
-        else:
-            figures["trouble"] += total["retaking_runs"]
         if total["ends"]:
             figures["ends"] += total["ends"]
             figures["lasted"] += total["lasted"].total_seconds()

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from datetime import datetime, timedelta
-from operator import attrgetter
 from typing import Any
 
 from django.utils.timezone import now as django_now
 
 from django_singletask.conf import conf
-from django_singletask.history.queries import OPEN, reading
+from django_singletask.history.queries import OPEN, newest_first, reading
 from django_singletask.holder import Holder
 from django_singletask.locks.liveness import proof_of_death
 from django_singletask.log import logger
@@ -48,9 +47,10 @@ def find(
 ) -> tuple[list[TaskLockEvent], bool]:
     """Return the newest rows that a window of time has, and that one of the selectors means.
 
-    Without selectors, all rows are meant. ``what`` is a key of ``WORDS``. The second value is False
-    if older rows may be meant that were not looked at. Old rows are found with the history off,
-    too. Raises :class:`NoHistory`.
+    What happened in the window comes first, and then what only went on through it. Without
+    selectors, all rows are meant. ``what`` is a key of ``WORDS``. The second value is False if
+    older rows may be meant that were not looked at. Old rows are found with the history off, too.
+    Raises :class:`NoHistory`.
     """
     window = (since, until)
     with reading(even_if_off=True):
@@ -59,7 +59,7 @@ def find(
         else:
             found = [_read(TaskLockEvent.objects.newest(), what, window, limit)]
     rows, complete = _together(found)
-    newest = sorted({*rows}, key=attrgetter("happened_at", "pk"), reverse=True)[:limit]
+    newest = newest_first({*rows}, since, until)[:limit]
     judge(newest)
     return newest, complete
 
@@ -132,7 +132,7 @@ def of_what(
     if not what and window == ALWAYS:
         return rows, True
     parts, complete = _parts(rows, what, window)
-    return rows.newest_of(parts, LISTED + 1), complete
+    return rows.newest_of(parts, LISTED + 1, *window), complete
 
 
 def _parts(rows: Any, what: str, window: Window) -> tuple[list[Any], bool]:

@@ -22,7 +22,7 @@ from django_singletask.operators.windows import Window
 from django_singletask.operators.words import WORDS
 
 ROWS = 1000
-"""Rows that are drawn at most, the newest ones; and open holds beside them."""
+"""Rows of what happened that are drawn at most, and as many of what goes on after the window."""
 LANES = 30
 SIGNS = {
     "dead": "M0-6 6 5H-6Z",
@@ -123,14 +123,15 @@ def draw(
 ) -> dict[str, Any]:
     """Draw a window of the history, of all locks, of one lock or of one task, for the template.
 
-    ``lanes`` are the events of each lock, by its name. ``event`` is added if it is not among the
-    newest rows.
+    ``lanes`` are the events of each lock, by its name. ``event`` is drawn in any case. If more than
+    ``most`` events happened in the window, ``drawn_since`` says since when they are all drawn; and
+    if more go on after it, ``more_go_on`` is true.
     """
     if name:
         rows = rows.named(name)
     elif task:
         rows = rows.of_task(task)
-    chosen, shorter = newest_rows(rows, window)
+    chosen, left_out = newest_rows(rows, window)
     if event is not None:
         chosen.append(event)  # by_name() takes each row once
     locks = by_name(chosen)
@@ -148,34 +149,38 @@ def draw(
         "drawn": sorted(drawn, key=lambda each: each.end, reverse=True),
         "legend": legend(drawn),
         "most": ROWS,
-        **shorter,  # nothing if all rows are drawn
+        **left_out,
     }
 
 
 def newest_rows(
     rows: TaskLockEventQuerySet, window: Window
 ) -> tuple[list[TaskLockEvent], dict[str, Any]]:
-    """Return the rows to draw, and the shorter windows if these rows are not all.
+    """Return the rows to draw, and what the template says if some are left out.
 
-    Then the open holds are drawn beside the newest rows, however long ago they began.
+    What went on has its own share, so that nothing is left out for it that happened in the window.
+    Open holds come first in that share, however long ago they began.
     """
-    newest = list(rows.within(window.start, window.until, ROWS + 1))
-    if len(newest) <= ROWS:
-        return newest, {}
-    newest = newest[:ROWS]
-    open_holds = rows.open().filter(at__lte=window.end)[:ROWS]
-    return [*newest, *open_holds], shorter_windows(window, newest[-1].happened_at)
+    happened, *others = rows.parts_within(window.start, window.until)
+    newest = list(happened[: ROWS + 1])
+    went_on = [row for part in reversed(others) for row in part[: ROWS + 1]]
+    left_out: dict[str, Any] = {"more_go_on": len(went_on) > ROWS}
+    if len(newest) > ROWS:
+        newest.pop()
+        left_out |= shorter_windows(window, newest[-1].happened_at)
+    return [*newest, *went_on[:ROWS]], left_out
 
 
 def shorter_windows(window: Window, drawn_since: datetime) -> dict[str, Any]:
     """Return the part of the window in which all rows are drawn, and the part before it.
 
-    The template also gets ``drawn_since``, as a text.
+    ``drawn_since`` is written as a time. It may be that of all rows: then there are no parts.
     """
+    since = window.clock_time(drawn_since)
     if not window.start < drawn_since < window.end:
-        return {}
+        return {"drawn_since": since}
     return {
-        "drawn_since": window.clock_time(drawn_since),
+        "drawn_since": since,
         "later": Window(drawn_since, window.end),
         "earlier": Window(window.start, drawn_since),
     }

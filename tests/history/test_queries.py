@@ -9,8 +9,9 @@ from django.db import connections
 from django_singletask.history import queries
 from django_singletask.locks.keys import QUEUED
 from django_singletask.models import TaskLockEvent
-from django_singletask.operators import recorded
+from django_singletask.operators import recorded, timeline
 from django_singletask.operators.names import select
+from django_singletask.operators.windows import Window
 from django_singletask.operators.words import WORDS
 from tests import inside
 from tests.admin_pages import drop_table
@@ -55,9 +56,10 @@ def test_every_database_gives_the_same_rows(settings, alias):
     assert ids(history.of_trouble("lost")) == [lost.pk]
     assert ids(history.of_trouble("retaken")) == [lost.pk]
     assert ids(history.of_trouble("dead")) == []
-    assert ids(history.within(at)) == [lost.pk, skip.pk, held.pk, other.pk, run.pk]
-    assert ids(history.within(at, before_now(25))) == [skip.pk, held.pk, other.pk, run.pk]
-    assert ids(history.of_task("a").within(at)) == [skip.pk, run.pk]
+    assert ids(within(history, at)) == [lost.pk, skip.pk, held.pk, other.pk, run.pk]
+    assert ids(within(history, at, before_now(25))) == [skip.pk, held.pk, other.pk, run.pk]
+    assert ids(within(history, before_now(20.5), before_now(20.2))) == [lost.pk, held.pk]
+    assert ids(within(history.of_task("a"), at)) == [skip.pk, run.pk]
     assert sorted(ids(history.runs(["t1", "t2", ""]))) == [run.pk, other.pk]
     assert ids(history.calls_blocked_by(["t3", "t1"])) == [skip.pk]
     assert history.values_list("result", "count").calls_blocked_by(["t3", "t1"]) == [("skipped", 1)]
@@ -67,6 +69,10 @@ def test_every_database_gives_the_same_rows(settings, alias):
     assert history.name_of_key("singletask:a:1") == "a(1)"
     assert history.task_names(2) == ["a", "a%"]
     TaskLockEvent.objects.all().delete()
+
+
+def within(rows, start, end=None, limit=100):
+    return rows.newest_of(rows.parts_within(start, end), limit, start, end)
 
 
 def questions():
@@ -116,15 +122,28 @@ def questions():
             lambda: find("t5", what="raised", since=before_now(60)),
             lambda: find("t5", what="trouble", since=before_now(2000), until=before_now(1940)),
             *[
-                lambda rows=rows: rows.within(before_now(60), limit=100)
+                lambda rows=rows, window=window: list(within(rows, *map(before_now, window)))
                 for rows in parts_of_the_history()
+                for window in WINDOWS
             ],
             *[
-                lambda rows=rows: rows.within(before_now(2000), before_now(1940), 100)
+                lambda rows=rows, window=window: timeline.newest_rows(rows, timeline_of(window))
                 for rows in parts_of_the_history()
+                for window in WINDOWS
             ],
         ],
     }
+
+
+WINDOWS = [(60,), (2000, 1940)]
+"""Begin and end of a window, or its begin alone, in seconds before now."""
+
+
+def timeline_of(window):
+    start, *end = map(before_now, window)
+    if end:
+        return Window(start, *end)
+    return Window(start, before_now(0), "1h")
 
 
 def find(*names, **narrowed):
@@ -149,6 +168,7 @@ def test_each_question_is_answered_by_an_index(settings, monkeypatch, alias):
     monkeypatch.setattr(queries, "DAY", datetime.timedelta(minutes=1))
     inside.bound(monkeypatch, "rows of a search", 100)
     inside.bound(monkeypatch, "rows of a list", 100)
+    inside.bound(monkeypatch, "marks of the timeline", 100)
     # As many open rows as PostgreSQL expects are no small part of the rows here.
     inside.bound(monkeypatch, "open rows", 100)
     keep_history_in(settings, alias)
@@ -246,7 +266,7 @@ def test_window_has_what_began_happened_or_lasted_in_it():
     skipped(HOUR, 11 * MINUTE, name="skipped in it")
     skipped(HOUR, 5 * MINUTE, name="skipped through it")
     skipped(HOUR, 30 * MINUTE, name="skipped before")
-    window = history.within(before_now(20 * MINUTE), before_now(10 * MINUTE))
+    window = within(history, before_now(20 * MINUTE), before_now(10 * MINUTE))
     assert {row.name for row in window} == {
         "ended in it",
         "began in it",
@@ -258,7 +278,7 @@ def test_window_has_what_began_happened_or_lasted_in_it():
         "skipped in it",
         "skipped through it",
     }
-    assert {row.name for row in history.within(before_now(10 * MINUTE))} == {
+    assert {row.name for row in within(history, before_now(10 * MINUTE))} == {
         "began in it",
         "lasted through it",
         "began after",
@@ -273,10 +293,35 @@ def test_window_has_the_newest_by_the_last_thing_that_happened():
     for minutes in (3, 1, 2):
         ran(minutes * MINUTE, HOUR, name=str(minutes))
     row("run", 2 * HOUR, name="open")
-    found = history.within(before_now(HOUR), limit=3)
+    found = within(history, before_now(HOUR), limit=3)
     assert [row.name for row in found] == ["1", "2", "3"]
-    found = history.within(before_now(HOUR), before_now(90), limit=1)
-    assert [row.name for row in found] == ["1"]
+    found = within(history, before_now(HOUR), before_now(90), limit=1)
+    assert [row.name for row in found] == ["2"]
+
+
+def fill_a_window():
+    """Write what meets the window from 20 to 10 minutes ago; the names say in which order."""
+    ran(15 * MINUTE, HOUR, name="2")
+    ran(12 * MINUTE, name="1", outcome="dead", result="")
+    ran(5 * MINUTE, 10 * MINUTE, name="4")
+    ran(1 * MINUTE, 2 * HOUR, name="6")
+    ran(8 * MINUTE, 4 * MINUTE, name="3")
+    row("run", HOUR, name="5", timeout=1e9)
+    return before_now(20 * MINUTE), before_now(10 * MINUTE)
+
+
+@pytest.mark.parametrize("alias", ["default", "mariadb", "sqlite"])
+@pytest.mark.parametrize("limit", range(1, 7))
+def test_what_happened_in_a_window_is_not_cut_for_what_only_went_on(settings, alias, limit):
+    keep_history_in(settings, alias)
+    since, until = fill_a_window()
+    rows = [*within(history, since, until, limit)]
+    listed, _complete = find(since=since, until=until, limit=limit)
+    without_a_begin, _complete = find(until=until, limit=limit)
+    TaskLockEvent.objects.all().delete()
+    assert "".join(row.name for row in rows) == "123456"[:limit]
+    assert listed == rows
+    assert {row.name for row in without_a_begin[:2]} <= {"1", "2"}
 
 
 @pytest.mark.parametrize("frequent", [5000, 1])

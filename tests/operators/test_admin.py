@@ -155,6 +155,20 @@ def test_time_filter(admin, since, count):
     assert len(shown(admin, range=since)) == count
 
 
+def test_what_happened_in_a_window_is_listed_before_what_only_went_on(admin, monkeypatch):
+    inside.bound(monkeypatch, "rows of a list", 2)
+    now = timezone.now()
+    hour = datetime.timedelta(hours=1)
+    for number in range(4):
+        event(name=f"through-{number}", at=now - 5 * hour, ended_at=now, outcome="released")
+    event(name="began", at=now - 2.5 * hour, ended_at=now, outcome="released")
+    event(name="victim", at=now - 4 * hour, noticed_at=now - 2.5 * hour, outcome="dead")
+    window = {"from": (now - 3 * hour).isoformat(), "to": (now - 2 * hour).isoformat()}
+    first, second, *_others = shown(admin, **window)
+    assert "victim" in first
+    assert "began" in second
+
+
 def test_task_filter_offers_registered_and_recorded_tasks(admin):
     for task in ("an.only_one", "removed.task", "", "removed.task"):
         event(task=task)

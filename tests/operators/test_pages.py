@@ -928,6 +928,22 @@ def test_timeline_of_too_many_events_leads_to_shorter_windows(operator, monkeypa
     assert middle == same
 
 
+def test_timeline_says_what_it_leaves_out_though_no_shorter_window_has_less(operator, monkeypatch):
+    inside.bound(monkeypatch, "marks of the timeline", 1)
+    now = timezone.now()
+    start, end = now - timedelta(hours=2), now - timedelta(hours=1)
+    window = {"from": start.isoformat(), "to": end.isoformat()}
+    for _ in range(2):
+        event(name="a", outcome="released", at=start - timedelta(hours=1), ended_at=now)
+    content = content_of(operator, TIMELINE, window)
+    assert "More than 1 events go on after this time: not all of them are drawn." in content
+    for _ in range(2):
+        event(name="b", outcome="lost", at=start)
+    content = content_of(operator, TIMELINE, window)
+    assert "There are more than 1 events: those since " in content
+    assert "Only this time" not in content
+
+
 # Windows
 
 

@@ -62,7 +62,7 @@ def test_every_database_gives_the_same_sums(settings, alias):
     found = figures()
     TaskLockEvent.objects.all().delete()
     now = found["a"].now
-    assert (now["run"], now["raised"], now["trouble"]) == (10, 1, 6)
+    assert (now["run"], now["raised"], now["trouble"]) == (10, 1, 3)
     assert (now["conflict"], now["duplicate"], now["waited"]) == (8, 2, 4.5)
     assert now["mean"] == pytest.approx(11 / 5, abs=0.001)
     assert now["longest"] == pytest.approx(6, abs=0.001)
@@ -93,6 +93,13 @@ def test_window_in_the_past_is_beside_the_one_before_it():
         ran(hours * HOUR, task="a")
     both = figures(3 * HOUR, until=2 * HOUR)["a"]
     assert (both.now["run"], both.before["run"]) == (2, 1)
+
+
+def test_cleared_unguarded_or_retaken_run_that_returned_is_not_dead_or_lost():
+    for facts in ({"outcome": "cleared"}, {"outcome": "unguarded"}, {"retaken": 1}):
+        ran(60, task="a", **facts)
+    now = figures()["a"].now
+    assert (now["run"], now["trouble"]) == (3, 0)
 
 
 def test_queued_call_that_was_cleared_is_no_run():

@@ -263,6 +263,29 @@ def test_shorter_window_is_drawn_whole(monkeypatch):
     assert "drawn_since" not in drawing
 
 
+@pytest.mark.parametrize("went_on", [2, 3])
+def test_what_happened_in_a_window_is_drawn_however_much_went_on_after_it(monkeypatch, went_on):
+    inside.bound(monkeypatch, "marks of the timeline", 2)
+    trouble(55, "dead", begin=58, name="victim")
+    for number in range(went_on):
+        hold(90, 10 - number, name=f"through-{number}")
+    window = windows.Window(ago(60), ago(50))
+    drawing = timeline.draw(TaskLockEvent.objects.all(), window, now=NOW)
+    assert len(drawing["lanes"]) == 3
+    assert "victim" in drawing["lanes"]
+    assert drawing["more_go_on"] == (went_on == 3)
+    assert "drawn_since" not in drawing
+
+
+def test_events_of_one_moment_that_are_too_many_are_named_without_shorter_windows(monkeypatch):
+    inside.bound(monkeypatch, "marks of the timeline", 2)
+    for _ in range(3):
+        trouble(60, "cleared", begin=70)
+    drawing = drawn()
+    assert drawing.drawn_since == "11:00:00"
+    assert not {"later", "earlier"} & {*vars(drawing)}
+
+
 @pytest.mark.parametrize("only", [{}, {"name": "old"}, {"task": "t"}])
 def test_open_hold_is_drawn_however_much_happened_since(monkeypatch, only):
     inside.bound(monkeypatch, "marks of the timeline", 2)
