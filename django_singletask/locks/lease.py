@@ -203,7 +203,10 @@ class Lease:
     """Since when the call has waited for the lock; None without a wait. For a message that was
     postponed, that is the time of its first conflict."""
     tells_wait_at = math.inf
-    """When to tell that the call waits inside its process."""
+    """When to tell, at the earliest, that the call waits inside its process."""
+    waits_behind: str | None = None
+    """The token of the holder with which the call was last reported as waiting; of a message that
+    was postponed, by an earlier delivery."""
 
     def __init__(self, ref: LockRef, length: float, slots: Slots | None = None) -> None:
         self.ref = ref
@@ -231,18 +234,27 @@ class Lease:
 
     # Taking
     #
-    # A call that waits inside its process is seen while it does: after a second it tells a
-    # conflict, "waiting", with the holder that it meets then. A short wait tells nothing.
+    # A call that waits inside its process is seen while it does: after LONG_WAIT it tells a
+    # conflict, "waiting", with the holder that it meets then, and later with each next holder that
+    # it meets. A short wait tells nothing.
     #
-    #   held     LONG_WAIT: still held                    taken
-    #   |--------|---------------------------------------|  acquired, waited = all of it
-    #            conflict: waiting                        |  or it gives up:
-    #                                                        conflict: failed, waited = all of it
+    #   holder:  A ---------------------- B ------------------------------ free
+    #   call:    |---------|--------------|--------------------------------| acquired,
+    #            LONG_WAIT waiting: A     waiting: B                       | waited = all of it
+    #                                                                      |
+    #                                                   or it gives up:    | failed: B,
+    #                                                                        waited = all of it
     #
-    # So a call that gives up is counted as "waiting" and then as "failed", as one that "requeue"
+    # LONG_WAIT lies between two of these events, also if many holders come and go. So a call sends
+    # at most one a second, and one for each holder. Of several slots the blocker would alternate
+    # between holders, of which now one and now the other ends first, because both are renewed. But
+    # the holder that was told stays the blocker while it has a slot: see _rank().
+    #
+    # A call that gives up is counted as "waiting" and then as "failed", as one that "requeue"
     # postpones: each number is one of calls, and only their sum counts a call twice. To count it
     # only at its end would hide those that wait behind a holder that hangs, and to count it only at
-    # its begin would hide those that fail.
+    # its begin would hide those that fail. ``was_waiting`` of its last event says whether this
+    # holder has counted it as waiting, so that only such a call is subtracted from those that wait.
 
     def take(self, wait: float = 0.0) -> Holder | None:
         """Take the entry, waiting up to ``wait`` seconds; return None, or the holder that has it.
@@ -291,8 +303,7 @@ class Lease:
                     if self._free_or_note_blocker(taken, may_free=retries > 0):
                         continue
                     if sent >= self.tells_wait_at:
-                        self.tells_wait_at = math.inf
-                        self.report_conflict("wait", "waiting")
+                        self._tell_wait(sent)
                     return self.blocker
                 if taken != self.key:
                     self.move_to(taken)
@@ -316,6 +327,14 @@ class Lease:
         self.ref.tell("acquired", self.holder, fixed=not self.renews, waited=waited)
         return None
 
+    def _tell_wait(self, now: float) -> None:
+        """Report that the call waits, unless that was reported with this holder."""
+        assert self.blocker is not None
+        if self.blocker.token != self.waits_behind:
+            self.tells_wait_at = now + LONG_WAIT
+            self.waits_behind = self.blocker.token
+            self.report_conflict("wait", "waiting")
+
     def _outer_lease(self) -> Lease | None:
         """Return the lease of a block around this call that has another slot of the lock.
 
@@ -334,7 +353,8 @@ class Lease:
     def _free_or_note_blocker(self, entries: dict[str, Entry], *, may_free: bool) -> bool:
         """Free the entry of a dead holder and return True: try again. Else note the ``blocker``.
 
-        Of several slots the blocker is the run itself, else a dead holder, else the first to end.
+        Of several slots the blocker is the run itself, else a dead holder, else the one with which
+        the call was reported as waiting, else the first to end.
         """
         holders = {}
         proofs = {}
@@ -342,7 +362,7 @@ class Lease:
         for key, entry in entries.items():
             holders[key] = Holder.decode(entry.value)
             proofs[key] = liveness.proof_of_death(holders[key])
-            ranks[key] = self._rank(entry, proofs[key])
+            ranks[key] = self._rank(entry, holders[key], proofs[key])
         self.others = list(holders.values())
         key = min(ranks, key=ranks.__getitem__)  # the key whose rank is lowest
         holder = holders[key]
@@ -358,13 +378,13 @@ class Lease:
             self.took_over = True
         return True
 
-    def _rank(self, entry: Entry, proof: str | None) -> tuple[bool, bool, float]:
+    def _rank(self, entry: Entry, holder: Holder, proof: str | None) -> tuple[Any, ...]:
         """Return how far behind an entry is when a blocker is chosen: the lowest comes first."""
         is_run_itself = self.slots.mark in entry.value  # without a mark, this is true of each
         ends_in = entry.remaining
         if ends_in is None:
             ends_in = math.inf
-        return not is_run_itself, proof is None, ends_in
+        return not is_run_itself, proof is None, holder.token != self.waits_behind, ends_in
 
     def may_wait(self, wait: float, until: float) -> bool:
         """Return whether to try again after a conflict, until a time by the clock."""
@@ -488,8 +508,12 @@ class Lease:
         text = "%s is held by %s; policy for %s: %s."
         logger.info(text, self, self.blocker, self.holder, why)
         waited = 0.0
-        if self.waits_since is not None and result != "waiting":
-            waited = clock.now() - self.waits_since
+        was_waiting = False
+        if result != "waiting":
+            if self.waits_since is not None:
+                waited = clock.now() - self.waits_since
+            if self.blocker is not None:
+                was_waiting = self.blocker.token == self.waits_behind
         self.ref.tell(
             "conflict",
             self.holder,
@@ -498,6 +522,7 @@ class Lease:
             reason=reason,
             result=result,
             waited=waited,
+            was_waiting=was_waiting,
         )
 
     # Leaving

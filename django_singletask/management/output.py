@@ -262,6 +262,7 @@ LOCK = (
     "remaining",
     "conflicts",
     "waiting",
+    "met",
     "usual",
     "token",
     "task",

@@ -285,6 +285,7 @@ class Delivery:
         lease.origin = here()
         lease.in_block = True
         lease.delivery = weakref.ref(self)
+        lease.waits_behind = self.header.met
         if self.header.requeued_at:
             waited = max(0.0, time.time() - self.header.requeued_at)
             lease.waits_since = clock.now() - waited

@@ -1036,6 +1036,39 @@ class TestEvents:
         waiting.release()
 
     @pytest.mark.usefixtures("no_history")
+    @pytest.mark.parametrize("call", ["acquire", "aacquire"])
+    def test_a_call_that_waits_is_reported_with_the_next_holder(self, events, wait_for, call):
+        """Otherwise nobody would see behind which holder it waits; but at most once a second."""
+        first, waiting = TaskLock("nightly"), TaskLock("nightly")
+        first.acquire()
+
+        def wait():
+            if call == "acquire":
+                waiting.acquire(wait=math.inf)
+            else:
+                asyncio.run(waiting.aacquire(wait=math.inf))
+            connections.close_all()
+
+        def reports():
+            conflicts = of_kind(events, "conflict")
+            return [(event.reason, event.result, event.blocked_by) for event in conflicts]
+
+        expected = [("wait", "waiting", first.token)]
+        thread = threading.Thread(target=wait)
+        thread.start()
+        wait_for(lambda: reports() == expected, "it is reported")
+        # Nobody else can take the lock in between; the handle is a holder for less than a second.
+        second = TaskLock.receive(first.hand_over(for_=60))
+        expected.append(("wait", "waiting", second.token))
+        wait_for(lambda: reports() == expected, "it is reported again")
+        second.release()
+        thread.join()
+        assert reports() == expected
+        one, other = of_kind(events, "conflict")
+        assert (other.at - one.at).total_seconds() > 0.9
+        waiting.release()
+
+    @pytest.mark.usefixtures("no_history")
     def test_a_short_wait_is_not_reported_but_its_run_knows_it(self, events):
         holder = TaskLock("nightly")
         holder.acquire()

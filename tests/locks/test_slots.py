@@ -6,9 +6,11 @@ import asyncio
 import dataclasses
 import math
 import re
+import threading
 
 import pytest
 from django.core.cache import caches
+from django.db import connections
 from django.urls import reverse
 
 from django_singletask import LockConflict, LockLost, TaskLock, only_one
@@ -18,6 +20,7 @@ from tests import inside
 from tests.command_line import hold as put
 from tests.command_line import locks, locks_as_json
 from tests.deliveries import collect_sent, deliver, receive, receive_sent, wait_for_debts
+from tests.entries import listening
 from tests.testapp import tasks
 
 pytestmark = [
@@ -81,6 +84,26 @@ def test_a_conflict_is_with_the_holder_whose_lease_ends_first(three):
     with pytest.raises(LockConflict) as caught, TaskLock("api", slots=3):
         pass
     assert caught.value.holder.token == three[1].token
+
+
+def test_a_call_that_waits_is_counted_behind_one_holder(three, wait_for):
+    """Renewals change which lease ends first, and so the holder that the call would meet."""
+    assert three[2].acquire()
+    three[1].extend(20)
+    with listening() as events:
+        thread = threading.Thread(target=wait_in_vain, args=(2.5,))
+        thread.start()
+        wait_for(lambda: events, "it is reported")
+        three[2].extend(10)
+        thread.join()
+    conflicts = [(event.result, event.blocked_by, event.was_waiting) for event in events]
+    token = three[1].token
+    assert conflicts == [("waiting", token, False), ("skipped", token, True)]
+
+
+def wait_in_vain(seconds):
+    assert not TaskLock("api", slots=3).acquire(wait=seconds)
+    connections.close_all()
 
 
 def test_clear_wants_a_token(three):
