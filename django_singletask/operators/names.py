@@ -157,7 +157,7 @@ class Selector:
             return bool(self.text)
         if not self.is_pattern:
             return False
-        return any(self._pattern.fullmatch(text) for text in texts if text)
+        return any(map(self._pattern.fullmatch, filter(None, texts)))
 
 
 def select(text: str) -> Selector:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from datetime import datetime, timedelta
+from itertools import islice
 from operator import attrgetter
 from typing import Any
 
@@ -29,13 +30,12 @@ from django_singletask.stores import get_store
 
 SCANNED = 20_000
 """Newest rows, at most, among which those are looked for that no index serves."""
-SHOWN = ["name", "task", "task_id", "ref", "key", "host", "pid"]
+SHOWN = ["host", "pid", "name", "task", "task_id", "ref", "key"]
 """Columns of which an operator may type what they have."""
 LISTED = 1000
 """Rows of a window, or with a code, that a list shows at most: more take too long."""
 Window = tuple[datetime | None, datetime | None]
 ALWAYS: Window = (None, None)
-Found = tuple[list[TaskLockEvent], bool]
 
 
 def find(
@@ -52,66 +52,56 @@ def find(
     if older rows may be meant that nobody looked at. Old rows are found with the history off, too.
     Raises :class:`NoHistory`.
     """
-    window = (since, until)
+    history = TaskLockEvent.objects.newest()
     with reading(even_if_off=True):
-        if selectors:
-            found = [_find(selector, what, window, limit) for selector in selectors]
-        else:
-            found = [_read(TaskLockEvent.objects.newest(), what, window, limit)]
-    rows = {row for part, _complete in found for row in part}
+        parts, complete = meant(history, selectors, what, (since, until), limit)
+        rows = {row for part in parts for row in part[:limit]}
     newest = sorted(rows, key=attrgetter("happened_at", "pk"), reverse=True)[:limit]
     judge(newest)
-    return newest, all(complete for _part, complete in found)
+    return newest, complete
 
 
-def _find(selector: Selector, what: str, window: Window, limit: int) -> Found:
+def meant(
+    rows: Any, selectors: Sequence[Selector], what: str, window: Window, limit: int
+) -> tuple[list[Any], bool]:
+    """Return parts of the rows; the newest of them are what :func:`find` would find among these."""
+    if not selectors:
+        return _parts(rows, what, window)
+    found = [_find(rows, selector, what, window, limit) for selector in selectors]
+    parts = [part for each, _complete in found for part in each]
+    return parts, all(complete for _parts, complete in found)
+
+
+def _find(
+    rows: Any, selector: Selector, what: str, window: Window, limit: int
+) -> tuple[list[Any], bool]:
     """Find rows by the indexes of names, tasks and ids; others among the newest rows."""
-    history = TaskLockEvent.objects
     if not selector.is_pattern:
         text = selector.text
-        indexed = [history.of_task(task) for task in selector.tasks]
-        indexed.append(history.named(selector.name))
-        indexed += [history.filter(task_id=text).newest(), history.filter(ref=text).newest()]
-        found = [_read(rows, what, window, limit) for rows in indexed]
-        rows = [row for part, _complete in found for row in part]
-        if rows:
-            return rows, all(complete for _part, complete in found)
-    [newest, *others], complete = _parts(history.newest(), what, window)
-    newest, all_seen = newest.newest_of_them(SCANNED)
-    if not all_seen:
-        complete = False
+        indexed = [rows.of_task(task) for task in selector.tasks]
+        indexed.append(rows.named(selector.name))
+        indexed += [rows.filter(task_id=text).newest(), rows.filter(ref=text).newest()]
+        found = [_parts(each, what, window) for each in indexed]
+        parts = [part for each, _complete in found for part in each]
+        if rows.newest_of(parts, LISTED).exists():
+            return parts, all(complete for _parts, complete in found)
+    parts, complete = _parts(rows, what, window)
     pks: list[int] = []
-    for part in (newest, *others):
-        shown = part.values_list("pk", *SHOWN, named=True)
-        meant = [row.pk for row in shown if _is_meant(selector, row)]
-        pks += meant[:limit]
-    return list(history.filter(pk__in=pks)), complete
+    for part in parts:
+        newest, all_seen = part.newest_of_them(SCANNED)
+        if part.query.order_by[0] == "task":
+            # Since a time, PostgreSQL would read the rows of all tasks, and keep those of this one.
+            newest = part
+        shown = newest.values_list("pk", *SHOWN)[:SCANNED]
+        selected = (pk for pk, *texts in shown if _is_meant(selector, *texts))
+        pks += islice(selected, limit)
+        if not all_seen:
+            complete = False
+    return [TaskLockEvent.objects.filter(pk__in=pks).newest()], complete
 
 
-def _is_meant(selector: Selector, row: Any) -> bool:
-    texts = (row.task_id, row.ref, row.key, row.host, process(row.host, row.pid))
-    return selector.fits(row.name, row.task, *texts)
-
-
-def _read(rows: Any, what: str, window: Window, limit: int) -> Found:
-    """Return the newest rows of each part."""
-    parts, complete = _parts(rows, what, window)
-    return [row for part in parts for row in part[:limit]], complete
-
-
-def of_what(
-    rows: Any, what: str, since: datetime | None = None, until: datetime | None = None
-) -> tuple[Any, bool]:
-    """Keep the newest rows that a window has, with this code of ``WORDS``.
-
-    They are one more than ``LISTED`` at most, unless no window and no code is given. The second
-    value is False if not all rows were looked at.
-    """
-    window = (since, until)
-    if not what and window == ALWAYS:
-        return rows, True
-    parts, complete = _parts(rows, what, window)
-    return rows.newest_of(parts, LISTED + 1), complete
+def _is_meant(selector: Selector, host: str, pid: int, *texts: str) -> bool:
+    return selector.fits(*texts, host, process(host, pid))
 
 
 def _parts(rows: Any, what: str, window: Window) -> tuple[list[Any], bool]:
