@@ -142,8 +142,7 @@ def pages(rows: int) -> dict[str, tuple[str, dict[str, str]]]:
     lists = {
         "list": {},
         "page 2": {"p": "2"},
-        "page 50": {"p": "50"},
-        "last page": {"p": "100"},
+        "last page": {"p": "20"},
         **{f"past {span}": {"range": span} for span in ("15m", "1h", "24h", "7d")},
         "an hour four days ago": past(4, 1),
         "a day four days ago": past(4, 24),
@@ -165,8 +164,9 @@ def pages(rows: int) -> dict[str, tuple[str, dict[str, str]]]:
         "task, what and time": {"task": feeds, "what": "conflict", "range": "24h"},
         "rare task and time": {"task": nightly, "range": "1h"},
         "search name": {"q": row.name},
-        "search beginning": {"q": "feeds.tasks.import_3(feed_id=1"},
-        "search all names": {"q": "f"},
+        "search pattern": {"q": "*import_3(feed_id=1*"},
+        "search all names": {"q": "f*"},
+        "search host": {"q": "web-3"},
         "search task": {"q": feeds},
         "search rare": {"q": nightly},
         "search task id": {"q": row.task_id},
@@ -174,7 +174,10 @@ def pages(rows: int) -> dict[str, tuple[str, dict[str, str]]]:
         "search and what": {"q": feeds, "what": "expired"},
         "search and time": {"q": feeds, "range": "15m"},
         "search rare and what": {"q": nightly, "what": "expired"},
-        "search all and what": {"q": "f", "what": "cleared"},
+        "search all and what": {"q": "f*", "what": "cleared"},
+        "search all and conflicts": {"q": "f*", "what": "conflict"},
+        "search nothing and time": {"q": "*zzz*", **past(4, 24)},
+        "search nothing and task": {"q": "*zzz*", "task": feeds},
     }
     requests = {f"history: {label}": ("history/", query) for label, query in lists.items()}
     for span in ("15m", "1h", "24h", "7d"):

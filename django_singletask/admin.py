@@ -32,10 +32,10 @@ from django_singletask.models import COUNTED, OF_CALLS, RETAKEN, TROUBLE, TaskLo
 from django_singletask.operators import held, words
 from django_singletask.operators.explain import facts, why
 from django_singletask.operators.held import HeldLock, cannot_ask
-from django_singletask.operators.names import NOT_RECORDED, recorded_tasks, select
+from django_singletask.operators.names import NOT_RECORDED, Selector, recorded_tasks, select
 from django_singletask.operators.per_task import COLUMNS, per_task
 from django_singletask.operators.probe import at_stake
-from django_singletask.operators.recorded import LISTED, SCANNED, judge, of_what
+from django_singletask.operators.recorded import ALWAYS, LISTED, SCANNED, judge, meant
 from django_singletask.operators.starving import Starving, starving
 from django_singletask.operators.timeline import draw
 from django_singletask.operators.windows import HOUR, SPANS, Window, window_of
@@ -194,7 +194,7 @@ class EventList(ChangeList):
         return filters, False, *others
 
     def get_queryset(self, request: HttpRequest, exclude_parameters: Any = None) -> Any:
-        """Keep what the window and the filter for what happened leave."""
+        """Keep what the search, the window and the filter for what happened leave."""
         rows: Any = super().get_queryset(request, exclude_parameters)
         self.form = window_form(request, timezone.now())
         chosen = {TaskFilter.parameter_name, WhatFilter.parameter_name, "p"}
@@ -202,27 +202,29 @@ class EventList(ChangeList):
         what = request.GET.get(WhatFilter.parameter_name, "")
         if what not in words.WORDS:
             what = ""
+        times = ALWAYS
         window = self.form["window"]
         if window:
-            rows, is_whole = of_what(rows, what, window.start, window.until)
-        else:
-            rows, is_whole = of_what(rows, what)
+            times = (window.start, window.until)
+        self.searched = self.query.strip()
+        selectors = selectors_of(self.searched)
+        parts, is_whole = meant(rows, selectors, what, times, LISTED + 1)
         if not is_whole:
             text = _("Only the newest {} rows were searched: choose a time, a task or a lock.")
             messages.info(request, text.format(number_format(SCANNED, force_grouping=True)))
-        return rows
+        return rows.newest_of(parts, LISTED + 1, *times)
 
     def get_results(self, request: HttpRequest) -> None:
         super().get_results(request)
         self.opts = EVENTS
         # Only if these differ, Django says how many results there are, and offers to show all.
         self.full_result_count = self.result_count
-        if self.query.strip() or self.get_filters_params() or self.form["window"]:
+        if self.searched or self.get_filters_params() or self.form["window"]:
             self.full_result_count = None
         events = list(self.result_list)
         self.result_list = events
         judge(events)
-        if not events and self.query.strip():
+        if not events and self.searched:
             messages.info(request, NOT_RECORDED)
         rows: Any = self.root_queryset
         pks = {run.token: run.pk for run in rows.runs(event.blocked_by for event in events)}
@@ -242,10 +244,8 @@ class TaskLockEventAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
     list_display = ("began", "ended", "lock", "what", "run")
     list_display_links = ("lock",)
     list_filter = (WhatFilter, TaskFilter)
-    search_fields = ("^name", "=task_id")
-    search_help_text = gettext_lazy(
-        "A task, the beginning of a lock's name, a call, or a whole task id."
-    )
+    search_fields = ("name",)  # without any, Django shows no form
+    search_help_text = gettext_lazy("Lock, task, id, token, host or process, or a pattern with *")
     paginator = UncountedPaginator
     show_full_result_count = False
     show_facets = admin.ShowFacets.NEVER
@@ -540,17 +540,7 @@ class TaskLockEventAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
     def get_search_results(
         self, request: HttpRequest, queryset: Any, search_term: str
     ) -> tuple[Any, bool]:
-        """Search by an index, neither splitting the text at spaces nor ignoring case."""
-        text = search_term.strip()
-        if not text:
-            return queryset, False
-        # What is typed is a task or a call, perhaps with the last parts of the task's name only.
-        end, parenthesis, arguments = text.partition("(")
-        tasks = [task for task in known_tasks() if f".{task}".endswith(f".{end.strip()}")]
-        if parenthesis:
-            calls = [f"{task}({arguments}" for task in tasks]
-            return queryset.search([text, *calls]), False
-        return queryset.search([text], tasks), False
+        return queryset, False  # EventList searches, together with the window
 
     @admin.display(description=gettext_lazy("began"))
     def began(self, event: TaskLockEvent) -> str:
@@ -649,10 +639,14 @@ def window_form(request: HttpRequest, now: datetime, span: str = "") -> dict[str
 
 def list_locks(text: str, hungry: Sequence[Starving]) -> list[HeldLock]:
     """List the locks that a text selects, or all of them, the worst first."""
-    selectors = []
-    if text:
-        selectors = [select(text)]
-    return held.add_states(held.list_held(selectors), hungry)
+    return held.add_states(held.list_held(selectors_of(text)), hungry)
+
+
+def selectors_of(searched: str) -> list[Selector]:
+    """Return what a search means, which is everything if it is empty."""
+    if not searched:
+        return []
+    return [select(searched)]
 
 
 def key_of(asked: str) -> str:

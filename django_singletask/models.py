@@ -132,13 +132,7 @@ class TaskLockEvent(models.Model):
         constraints = (models.UniqueConstraint(fields=("ref",), name="singletask_ref"),)
         indexes = (
             models.Index(fields=("task", "-happened_at"), name="singletask_task"),
-            # With these classes PostgreSQL also finds the beginning of a name, under any
-            # collation; the other databases ignore them.
-            models.Index(
-                fields=("name", "-happened_at"),
-                name="singletask_name",
-                opclasses=("varchar_pattern_ops", "timestamptz_ops"),
-            ),
+            models.Index(fields=("name", "-happened_at"), name="singletask_name"),
             models.Index(fields=("happened_at",), name="singletask_happened"),
             # The second column shows without the row what went on after a window in the past.
             models.Index(fields=("at", "happened_at"), name="singletask_at"),

@@ -767,7 +767,6 @@ BOUNDS = {
     "locks on a page": (admin, "SHOWN"),
     "lanes of the timeline": (timeline, "LANES"),
     "marks of the timeline": (timeline, "ROWS"),
-    "names that a search begins": (queries, "FREQUENT"),
     "tokens of a question": (queries, "BATCH"),
     "rows of a search": (recorded, "SCANNED"),
     "open rows": (recorded, "OPEN"),

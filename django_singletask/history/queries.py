@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import statistics
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import datetime, timedelta
 from typing import Any
@@ -33,8 +33,6 @@ OPEN = 5000
 """The maximum number of open rows that are read; a hold is open until its end is reported."""
 RUNS = 100
 """The maximum number of runs whose length says what is usual."""
-FREQUENT = 5000
-"""The maximum number of rows that a search or a window sorts: of more rows, the newest."""
 DAY = timedelta(days=1)
 # Conditions of partial indexes. A database uses such an index only if the statement repeats its
 # condition, and SQLite finds it there only without parameters.
@@ -165,16 +163,6 @@ class TaskLockEventQuerySet(models.QuerySet[Any]):
         """Keep the rows of locks with one of these names, the newest first."""
         return self.filter(name__in=names).newest()
 
-    def named_like(self, beginning: str) -> TaskLockEventQuerySet:
-        vendor = connections[self.db].vendor
-        if vendor == "mysql":
-            # MySQL's case-sensitive comparison uses no index.
-            return self.filter(name__istartswith=beginning)
-        if vendor == "sqlite":
-            # SQLite's LIKE uses no index either. U+10FFFF is the last character.
-            return self.filter(name__gte=beginning, name__lt=f"{beginning}\U0010ffff")
-        return self.filter(name__startswith=beginning)
-
     def parts_within(
         self, start: datetime, end: datetime | None = None
     ) -> list[TaskLockEventQuerySet]:
@@ -239,24 +227,6 @@ class TaskLockEventQuerySet(models.QuerySet[Any]):
             seconds = conf.history_days * 86_400
         cutoff = django_now() - timedelta(seconds=seconds)
         return self.filter(happened_at__lt=cutoff).exclude(kind="run", outcome="")
-
-    def search(self, texts: Sequence[str], tasks: Collection[str] = ()) -> TaskLockEventQuerySet:
-        """Keep the rows whose name begins with one of the texts, and the rows of the ``tasks``.
-
-        The rows whose task id is the first text are kept as well.
-        """
-        rows = self.model.objects.using(self.db).order_by()
-        parts = [rows.named_like(text) for text in texts]
-        parts += [rows.of_task(task) for task in tasks]
-        ids = [pk for part in parts for pk in part.values_list("pk", flat=True)[: FREQUENT + 1]]
-        of_call = list(rows.filter(task_id=texts[0]).values_list("pk", flat=True)[:FREQUENT])
-        if len(ids) > FREQUENT:
-            # Reading from the newest is faster than sorting so many rows.
-            meant = [Q(name__startswith=text) for text in texts]
-            return self.filter(Q(*meant, task__in=tasks, pk__in=of_call, _connector=Q.OR))
-        # The filter is a list of ids: with the conditions PostgreSQL would search all rows for rare
-        # names.
-        return self.filter(pk__in=[*ids, *of_call])
 
     def totals_by_task(
         self, start: datetime, middle: datetime, end: datetime | None

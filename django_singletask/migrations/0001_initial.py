@@ -126,11 +126,7 @@ class Migration(migrations.Migration):
                 "default_permissions": ("view", "delete"),
                 "indexes": [
                     models.Index(fields=["task", "-happened_at"], name="singletask_task"),
-                    models.Index(
-                        fields=["name", "-happened_at"],
-                        name="singletask_name",
-                        opclasses=("varchar_pattern_ops", "timestamptz_ops"),
-                    ),
+                    models.Index(fields=["name", "-happened_at"], name="singletask_name"),
                     models.Index(fields=["happened_at"], name="singletask_happened"),
                     models.Index(fields=["at", "happened_at"], name="singletask_at"),
                     models.Index(fields=["task_id"], name="singletask_task_id"),

@@ -34,7 +34,6 @@ LISTED = 1000
 """The maximum number of rows of a window, or with a code, in a list: more take too long."""
 Window = tuple[datetime | None, datetime | None]
 ALWAYS: Window = (None, None)
-Found = tuple[list[TaskLockEvent], bool]
 
 
 def find(
@@ -53,86 +52,73 @@ def find(
     Raises :class:`NoHistory`.
     """
     window = (since, until)
+    history = TaskLockEvent.objects.newest()
     with reading(even_if_off=True):
-        if selectors:
-            found = [_find(selector, what, window, limit) for selector in selectors]
-        else:
-            found = [_read(TaskLockEvent.objects.newest(), what, window, limit)]
-    rows, complete = _together(found)
-    newest = newest_first({*rows}, since, until)[:limit]
+        parts, complete = meant(history, selectors, what, window, limit)
+        rows = {row for part in parts for row in part[:limit]}
+    if selectors:
+        # MySQL also finds names that differ in case, in accents, or in spaces at their end.
+        rows = {row for row in rows if any(_is_row_of(each, row) for each in selectors)}
+    newest = newest_first(rows, since, until)[:limit]
     judge(newest)
     return newest, complete
 
 
-def _together(found: Sequence[Found]) -> Found:
-    """Return all rows that were found, and whether each search was complete."""
-    rows = [row for part, _complete in found for row in part]
-    return rows, all(complete for _part, complete in found)
+def meant(
+    rows: Any, selectors: Sequence[Selector], what: str, window: Window, limit: int
+) -> tuple[list[Any], bool]:
+    """Return parts of the rows, of which the newest are what :func:`find` finds among them."""
+    if not selectors:
+        return _parts(rows, what, window)
+    found = [_find(rows, selector, what, window, limit) for selector in selectors]
+    parts = [part for each, _complete in found for part in each]
+    return parts, all(complete for _parts, complete in found)
 
 
-def _find(selector: Selector, what: str, window: Window, limit: int) -> Found:
+def _find(
+    rows: Any, selector: Selector, what: str, window: Window, limit: int
+) -> tuple[list[Any], bool]:
     """Find the rows that a selector means: by indexes, or else among the newest rows."""
     if not selector.is_pattern:
-        found = [_read(rows, what, window, limit) for rows in _indexed(selector)]
-        rows, complete = _together(found)
-        # MySQL also finds names that differ in case, in accents, or in spaces at their end.
-        rows = [row for row in rows if _is_meant(selector, row)]
-        if rows or selector.tasks or selector.is_exact:
-            return rows, complete
-    return _scan(selector, what, window, limit)
+        found = [_parts(each, what, window) for each in _indexed(rows, selector)]
+        parts = [part for each, _complete in found for part in each]
+        is_settled = bool(selector.recorded_keys or selector.tasks)
+        if is_settled or any(part.exists() for part in parts):
+            return parts, all(complete for _parts, complete in found)
+    return _scan(rows, selector, what, window, limit)
 
 
-def _indexed(selector: Selector) -> list[Any]:
+def _indexed(rows: Any, selector: Selector) -> list[Any]:
     """Return the rows with the text as task, name, task id or token: an index serves each."""
-    history = TaskLockEvent.objects
-    by_task = [history.of_task(task) for task in selector.tasks]
-    by_name = history.named(selector.name)
-    by_id = history.filter(task_id=selector.text).newest()
-    by_token = history.filter(ref=selector.text).newest()
+    by_task = [rows.of_task(task) for task in selector.tasks]
+    by_name = rows.named(selector.name)
+    by_id = rows.filter(task_id=selector.text).newest()
+    by_token = rows.filter(ref=selector.text).newest()
     return [*by_task, by_name, by_id, by_token]
 
 
-def _scan(selector: Selector, what: str, window: Window, limit: int) -> Found:
-    """Look through the newest rows for those that a selector means."""
-    history = TaskLockEvent.objects
-    parts, complete = _parts(history.newest(), what, window)
-    # The first part is what happened in the window, which can be millions of rows. The other parts
-    # are much smaller.
-    parts[0], is_whole = parts[0].cut_after(SCANNED)
-    if not is_whole:
-        complete = False
+def _scan(
+    rows: Any, selector: Selector, what: str, window: Window, limit: int
+) -> tuple[list[Any], bool]:
+    """Look through the newest rows of each part for those that a selector means."""
+    parts, complete = _parts(rows, what, window)
     pks: list[int] = []
     for part in parts:
-        shown = part.values_list("pk", *SHOWN, named=True)
-        meant = [row.pk for row in shown if _is_meant(selector, row)]
-        pks += meant[:limit]
-    return list(history.filter(pk__in=pks)), complete
+        newest, is_whole = part.cut_after(SCANNED)
+        if part.query.order_by[0] == "task":
+            # Since a time, PostgreSQL would read the rows of all tasks to keep those of this one.
+            newest = part
+        shown = newest.values_list("pk", *SHOWN, named=True)[:SCANNED]
+        selected = [row.pk for row in shown if _is_row_of(selector, row)]
+        pks += selected[:limit]
+        if not is_whole:
+            complete = False
+    return [TaskLockEvent.objects.filter(pk__in=pks).newest()], complete
 
 
-def _is_meant(selector: Selector, row: Any) -> bool:
+def _is_row_of(selector: Selector, row: Any) -> bool:
     texts = (row.task_id, row.ref, row.key, row.host, process(row.host, row.pid))
     return selector.fits(row.name, row.task, *texts)
-
-
-def _read(rows: Any, what: str, window: Window, limit: int) -> Found:
-    """Return the newest rows of each part, at most ``limit`` of each."""
-    parts, complete = _parts(rows, what, window)
-    return [row for part in parts for row in part[:limit]], complete
-
-
-def of_what(
-    rows: Any, what: str, since: datetime | None = None, until: datetime | None = None
-) -> tuple[Any, bool]:
-    """Keep the rows that a window has and that have this code of ``WORDS``.
-
-    With a window or a code, these are the newest ``LISTED`` and one more: it shows that there are
-    more. The second value is False if not all rows were looked at.
-    """
-    window = (since, until)
-    if not what and window == ALWAYS:
-        return rows, True
-    parts, complete = _parts(rows, what, window)
-    return rows.newest_of(parts, LISTED + 1, *window), complete
 
 
 def _parts(rows: Any, what: str, window: Window) -> tuple[list[Any], bool]:

@@ -47,9 +47,6 @@ def test_every_database_gives_the_same_rows(settings, alias):
     assert ids(history.of_task("a")) == [skip.pk, run.pk]
     assert ids(history.of_task("a%")) == [other.pk]
     assert ids(history.named("a(1)")) == [skip.pk, run.pk]
-    assert ids(history.newest().named_like("a(1)")) == [skip.pk, run.pk]
-    assert ids(history.newest().named_like("a(1")) == [skip.pk, other.pk, run.pk]
-    assert ids(history.newest().named_like("%")) == []
     assert ids(history.newest().of_state("run", "lost")) == [lost.pk]
     assert ids(history.newest().of_state("run", "released")) == [other.pk, run.pk]
     assert ids(history.newest().of_state("conflict")) == [skip.pk]
@@ -63,9 +60,6 @@ def test_every_database_gives_the_same_rows(settings, alias):
     assert sorted(ids(history.runs(["t1", "t2", ""]))) == [run.pk, other.pk]
     assert ids(history.calls_blocked_by(["t3", "t1"])) == [skip.pk]
     assert history.values_list("result", "count").calls_blocked_by(["t3", "t1"]) == [("skipped", 1)]
-    assert ids(history.search(["a(1)"]).newest()) == [skip.pk, run.pk]
-    assert ids(history.search(["b", "a(10)"]).newest()) == [held.pk, other.pk]
-    assert ids(history.search(["5d1c"])) == [run.pk]
     assert history.name_of_key("singletask:a:1") == "a(1)"
     assert history.task_names(2) == ["a", "a%"]
     TaskLockEvent.objects.all().delete()
@@ -98,7 +92,6 @@ def questions():
         ],
         "singletask_name": [
             lambda: list(history.named("t5(2)")[:1000]),
-            lambda: list(history.newest().named_like("t5(")[:1000]),
             lambda: history.usual_hold("t5(5)"),
         ],
         "singletask_happened": [
@@ -114,7 +107,6 @@ def questions():
         ],
         "": [
             lambda: list(history.of_state("conflict").newest()[:100]),
-            lambda: list(history.newest().search(["t5(", "t6(1)"])[:50]),
             lambda: history.name_of_key("singletask:t5:305"),
             *[lambda what=what: find(what=what) for what in WORDS],
             *[lambda what=what: find(what=what, since=before_now(60)) for what in WORDS],
@@ -322,15 +314,6 @@ def test_what_happened_in_a_window_is_not_cut_for_what_only_went_on(settings, al
     assert "".join(row.name for row in rows) == "123456"[:limit]
     assert listed == rows
     assert {row.name for row in without_a_begin[:2]} <= {"1", "2"}
-
-
-@pytest.mark.parametrize("frequent", [5000, 1])
-def test_search_finds_a_task_id_also_beside_many_names_that_begin_with_it(monkeypatch, frequent):
-    inside.bound(monkeypatch, "names that a search begins", frequent)
-    for name in ("5d1c", "5d1c-2", "nightly"):
-        ran(60, name=name)
-    ran(60, name="feeds(1)", task_id="5d1c")
-    assert {row.name for row in history.search(["5d1c"])} == {"5d1c", "5d1c-2", "feeds(1)"}
 
 
 def test_name_of_a_key_is_found_by_the_name_of_a_lock_without_a_task():

@@ -24,6 +24,7 @@ pytestmark = [
 ]
 
 VIEW, DELETE, CLEAR = "view_tasklockevent", "delete_tasklockevent", "clear_lock"
+NAME = f"{TASK}(feed_id=7)"
 SKIPPED = {"kind": "conflict", "reason": "skip", "result": "skipped"}
 
 
@@ -236,32 +237,69 @@ def test_filters_for_what_happened_and_for_the_task(admin, query, name):
 
 
 @pytest.mark.parametrize(
-    ("text", "count"),
+    "text",
     [
-        (f"{TASK}(", 1),
-        (f"{TASK}(feed_url='https://x', page=2)", 1),
-        (f"  {TASK}(feed_url='https://x', p ", 1),
-        ("import_feed", 0),
-        ("5d1c-1", 1),
-        ("5d1c", 0),
-        ("%", 0),
-        ("", 2),
+        *[f"{TASK}(page=2)", "import_feed(page=2)", TASK, "import_feed", "  import_feed "],
+        *["5d1c-1", "c0ffee", "singletask:feeds:1", "web-3", "web-3:8121", "*feed(p*", "…page=2)"],
     ],
 )
-def test_search_finds_beginnings_of_names_and_whole_task_ids(admin, text, count):
-    event(name=f"{TASK}(feed_url='https://x', page=2)", task_id="5d1c-1")
-    event(name="nightly", task_id="5d1c-2")
-    assert len(shown(admin, q=text)) == count
+def test_events_are_searched_by_what_the_command_selects_them_by(admin, text):
+    facts = {"task_id": "5d1c-1", "ref": "c0ffee", "host": "web-3", "pid": 8121}
+    event(name=f"{TASK}(page=2)", task=TASK, key="singletask:feeds:1", **facts)
+    event(name="nightly", task_id="5d1c-2", host="web-31")
+    [row] = shown(admin, q=text)
+    assert f" {TASK}(page=2) " in row
 
 
-@pytest.mark.parametrize("frequent", [5000, 1])
-@pytest.mark.parametrize("text", [f"{TASK}(feed_url='https://a/1'", "import_feed(feed_url='https"])
-def test_search_finds_a_call_by_the_end_of_its_task(admin, monkeypatch, frequent, text):
-    inside.bound(monkeypatch, "names that a search begins", frequent)
-    name = f"{TASK}(feed_url='https://a/1', secs=2)"
-    for recorded in (name, name, "nightly"):
-        event(name=recorded, task=TASK)
-    assert len(shown(admin, q=text)) == 2
+@pytest.mark.parametrize("text", [f"{TASK}(", "5d1c", "%", "IMPORT_FEED", "web-3:812"])
+def test_search_finds_no_part_of_a_text_without_a_pattern(admin, text):
+    event(name=f"{TASK}(page=2)", task=TASK, task_id="5d1c-1", host="web-3", pid=8121)
+    assert shown(admin, q=text) == []
+    assert len(shown(admin, q=f"*{text}*")) == (text in f"{TASK}(page=2) 5d1c-1 web-3:8121")
+
+
+def test_search_that_finds_nothing_offers_a_pattern_and_is_escaped(admin):
+    event()
+    text = "<script>alert(1)</script>"
+    content = admin.get(LIST, {"q": text, "what": "held", "p": "1"}).content.decode()
+    assert "Search for *&lt;script&gt;" in content
+    assert text not in content
+    [link] = re.findall(r'href="(.*?)">Search for', content)
+    assert link.startswith(f"{LIST}?")
+    assert "what=held" in link
+    assert "p=" not in link
+    for other in ({"q": "*zz*"}, {"q": NAME}, {"q": " ", "what": "dead"}):
+        assert "Search for" not in text_of(admin.get(LIST, other).content.decode())
+
+
+@pytest.mark.parametrize("text", ["import_feed", "web-3", "*feed*"])
+def test_search_goes_together_with_the_filters_the_window_and_the_pages(admin, monkeypatch, text):
+    monkeypatch.setattr(TaskLockEventAdmin, "list_per_page", 2)
+    began = timezone.now() - datetime.timedelta(hours=5)
+    for number in range(3):
+        facts = {"task": TASK, "host": "web-3", "outcome": "dead"}
+        event(name=f"feed {number}", noticed_at=timezone.now(), **facts)
+        event(name=f"old feed {number}", at=began, noticed_at=began, **facts)
+        event(name=f"held feed {number}", task=TASK, host="web-3")
+        event(name=f"other {number}", outcome="dead", noticed_at=timezone.now())
+    query = {"q": text, "what": "dead", "range": "1h"}
+    first, second = shown(admin, **query), shown(admin, **query, p=2)
+    assert [re.search(r" feed \d ", row)[0] for row in (*first, *second)] == [
+        " feed 2 ",
+        " feed 1 ",
+        " feed 0 ",
+    ]
+    assert len(shown(admin, q=text, task=TASK, p=5)) == 1
+    assert shown(admin, **query, task="tests.testapp.tasks.hold") == []
+
+
+def test_search_by_a_pattern_says_that_it_searched_the_newest_rows_only(admin, monkeypatch):
+    inside.bound(monkeypatch, "rows of a search", 2)
+    for name in ("sync", "bill", "bill", "bill"):
+        event(name=name)
+    for text, said in (("*sync*", True), ("sync", False), ("zz", True), ("", False)):
+        content = admin.get(LIST, {"q": text}).content.decode()
+        assert ("Only the newest 20,000 rows were searched" in content) == said
 
 
 def test_search_for_an_id_that_is_not_recorded_says_where_to_look(admin):
@@ -270,7 +308,7 @@ def test_search_for_an_id_that_is_not_recorded_says_where_to_look(admin):
         "The log of the worker has a line for each call"
         in admin.get(LIST, {"q": "3f0c1d52"}).content.decode()
     )
-    assert "The log of the worker" not in admin.get(LIST, {"q": TASK}).content.decode()
+    assert "The log of the worker" not in admin.get(LIST, {"q": NAME}).content.decode()
 
 
 @pytest.mark.parametrize("name", ["q", "task", "what", "task_id", "range"])
@@ -301,8 +339,11 @@ def test_every_statement_of_the_list_uses_an_index(admin, monkeypatch):
         {"what": "skipped", "range": "24h"},
         {"task": "tests.testapp.tasks.hold"},
         {"q": "feeds.tasks.import_feed(feed_id=7)"},
-        {"q": "feeds.tasks.import_feed(feed_id=77"},
+        {"q": "feeds.tasks.import_feed(feed_id=77*"},
+        {"q": "*feed_id=77*", "task": "feeds.tasks.import_feed"},
+        {"q": "tests.testapp.tasks.hold"},
         {"q": "tests.testapp.tasks.hold('x')"},
+        {"q": "tests.testapp.tasks.hold('x')", "what": "conflict", "range": "24h"},
         {"q": "c4ca4238a0b923820dcc509a6f75849b"},
     ]
     sent = plans("default", lambda: [shown(admin, **query) for query in addresses])
@@ -322,9 +363,9 @@ def test_events_of_a_task_are_read_in_the_order_of_their_index(admin):
     with CaptureQueriesContext(connection) as captured:
         rows = shown(admin, task=TASK)
     assert [row.split()[3] for row in rows] == ["third", "second", "first"]
-    [page] = [query["sql"] for query in captured if f'{TABLE}"."at",' in query["sql"]]
+    [page] = [query["sql"] for query in captured if '"task" ASC, ' in query["sql"]]
     assert f"\"task\" >= '{TASK}'" in page
-    assert f'ORDER BY "{TABLE}"."task" ASC, "{TABLE}"."happened_at" DESC' in page
+    assert f'ORDER BY "{TABLE}"."task" ASC, 3 DESC LIMIT' in page  # the third column
 
 
 def test_facets_which_would_count_the_table_cannot_be_asked_for(admin):
@@ -343,7 +384,7 @@ def test_list_offers_to_show_all_only_if_something_narrows_it(admin, query, coun
     assert admin.get(LIST, query).content.decode().count("Show all") == count
 
 
-@pytest.mark.parametrize(("query", "count"), [({}, 0), ({"q": TASK}, 1), ({"what": "held"}, 1)])
+@pytest.mark.parametrize(("query", "count"), [({}, 0), ({"q": NAME}, 1), ({"what": "held"}, 1)])
 def test_rows_are_counted_up_to_a_limit_and_the_list_says_so(admin, monkeypatch, query, count):
     monkeypatch.setattr(TaskLockEventAdmin.paginator, "limit", 3)
     monkeypatch.setattr(TaskLockEventAdmin, "list_per_page", 2)
