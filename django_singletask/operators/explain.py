@@ -115,9 +115,11 @@ def why(text: str) -> Why:
         return _explain_lock(text, next(iter([*selector.keys(), text])))
     first = meant[0]
     key = first.key
-    if is_key(text):
+    only = False
+    if is_key(text) and selector.is_exact:
         key = text
-    known = _explain_lock(first.name, lock_of_slot(key), only=is_key(text))
+        only = True
+    known = _explain_lock(first.name, lock_of_slot(key), only=only)
     if not locks and text in (first.task_id, first.token):
         known.run = first
     return known

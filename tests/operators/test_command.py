@@ -536,9 +536,11 @@ def test_clear_of_a_queued_call_suggests_the_option_queued(queued):
 # why
 
 
-def test_why_of_a_pattern_says_what_to_type():
+def test_why_of_a_pattern_that_fits_nothing_is_an_error(take):
+    take("nightly")
     error = refused("why", "nightly(*")
-    assert "'manage.py locks' lists what fits one" in str(error)
+    assert str(error).startswith("No lock or task is known as 'nightly(*'.")
+    assert error.returncode == 3
 
 
 def test_why_of_a_task_as_json():

@@ -499,7 +499,9 @@ def test_unknown_call_of_a_known_task_is_sent_to_the_task():
     assert "feed_id=7" not in str(caught.value)
 
 
-@pytest.mark.parametrize("text", ["import_feed(feed_id=7)", "…feed(feed_id=7)", "web-1", "web-1:9"])
+@pytest.mark.parametrize(
+    "text", ["import_feed(feed_id=7)", "…feed(feed_id=7)", "*=7)", "web-1", "web-1:9"]
+)
 def test_free_lock_is_explained_by_what_the_history_shows_of_it(text):
     ran(90, name=NAME, key=KEY, task=TASK, host="web-1", pid=9)
     assert why(text).key == KEY
@@ -509,17 +511,19 @@ def test_free_lock_is_explained_by_what_the_history_shows_of_it(text):
             why(text)
 
 
-def test_host_with_several_locks_of_one_task_explains_the_task():
+@pytest.mark.parametrize("text", ["web-3", "import_feed(*"])
+def test_text_that_means_several_locks_of_one_task_explains_the_task(text):
     for feed, host in ((1, "web-3"), (2, "web-3"), (3, "web-4")):
         hold_elsewhere(name=f"{TASK}(feed_id={feed})", key=f"singletask:{feed}", host=host)
-    assert explained("web-3").startswith(f"{TASK}: 3 locks held\n")
+    assert explained(text).startswith(f"{TASK}: 3 locks held\n")
 
 
-def test_host_with_locks_of_several_tasks_asks_for_one():
+@pytest.mark.parametrize("text", ["web-3", "web-*", "*i*"])
+def test_text_that_means_locks_of_several_tasks_asks_for_one(text):
     hold_elsewhere()
     hold_elsewhere(name="nightly", key=key_of("nightly"), task=None, token="n")
     with pytest.raises(CommandError, match=f'means more than one: "{re.escape(NAME)}", "nightly"'):
-        why("web-3")
+        why(text)
     with pytest.raises(CommandError):
         why("…nowhere")
 
