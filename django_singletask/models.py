@@ -47,6 +47,8 @@ RESULTS = {
     **OF_CALLS,
 }
 """How the body of a run ended, or what became of a call that found the lock held."""
+WAS_WAITING = ":was_waiting"
+"""The end of ``ref`` for calls that gave up, and that their holder has counted as waiting."""
 
 
 def hold_end(
@@ -74,12 +76,12 @@ def is_over(row: TaskLockEvent) -> bool:
 class TaskLockEvent(models.Model):
     """A run that had a lock, or all the calls with one end that one holder blocked.
 
-    ``ref`` finds the row: the token of a run; token and reason of blocked calls. ``ended_at`` and
-    ``result`` are what the run itself reported. If its hold ended otherwise, ``outcome`` says how,
-    ``noticed_at`` when, ``actor`` who noticed it or cleared the lock, and ``reason`` how that is
-    known. ``happened_at`` is when the last thing happened that the row tells; the rows are in its
-    order. ``waited`` is how long a run waited for its lock; of counted calls, how long those that
-    failed had waited in vain, all together. Durations are in seconds.
+    ``ref`` finds the row: the token of a run; token, reason and result of blocked calls.
+    ``ended_at`` and ``result`` are what the run itself reported. If its hold ended otherwise,
+    ``outcome`` says how, ``noticed_at`` when, ``actor`` who noticed it or cleared the lock, and
+    ``reason`` how that is known. ``happened_at`` is when the last thing happened that the row
+    tells; the rows are in its order. ``waited`` is how long a run waited for its lock; of counted
+    calls, how long those that failed had waited in vain, all together. Durations are in seconds.
     """
 
     id = models.BigAutoField(primary_key=True, verbose_name=_("ID"))

@@ -39,6 +39,8 @@ class LockEvent:
     * ``waited``: for how many seconds the run of ``acquired`` had waited for its lock, in its
       process or postponed; of a conflict that ``failed`` or was ``skipped``, how long the call had
       waited in vain.
+    * ``was_waiting``: of a conflict that ``failed`` or was ``skipped``: whether the call was
+      reported as ``waiting`` for the same holder before, so that two conflicts are one call.
     * ``quiet``: whether the task has ``lock_history=False``.
     """
 
@@ -66,3 +68,4 @@ class LockEvent:
     since: datetime | None = None
     retaken: int = 0
     waited: float = 0
+    was_waiting: bool = False

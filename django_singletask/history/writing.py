@@ -20,7 +20,7 @@ from django.utils.timezone import get_default_timezone, make_naive
 
 from django_singletask.forks import undivided
 from django_singletask.holder import clean
-from django_singletask.models import COUNTED, RETAKEN, TROUBLE, TaskLockEvent
+from django_singletask.models import COUNTED, RETAKEN, TROUBLE, WAS_WAITING, TaskLockEvent
 from django_singletask.process import this_process
 from django_singletask.signals import LockEvent
 
@@ -139,6 +139,8 @@ def _row(event: LockEvent, adapt: Callable[[datetime], Any]) -> Row:
         ref = ""
         if event.blocked_by:
             ref = f"{event.blocked_by}:{event.reason}:{event.result}"
+            if event.was_waiting:
+                ref += WAS_WAITING
     else:
         facts["kind"] = "run"
         if event.since:

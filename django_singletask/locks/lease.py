@@ -253,7 +253,8 @@ class Lease:
     # A call that gives up is counted as "waiting" and then as "failed", as one that "requeue"
     # postpones: each number is one of calls, and only their sum counts a call twice. To count it
     # only at its end would hide those that wait behind a holder that hangs, and to count it only at
-    # its begin would hide those that fail.
+    # its begin would hide those that fail. ``was_waiting`` of its last event says whether this
+    # holder has counted it as waiting, so that only such a call is subtracted from those that wait.
 
     def take(self, wait: float = 0.0) -> Holder | None:
         """Take the entry, waiting up to ``wait`` seconds; return None, or the holder that has it.
@@ -507,8 +508,12 @@ class Lease:
         text = "%s is held by %s; policy for %s: %s."
         logger.info(text, self, self.blocker, self.holder, why)
         waited = 0.0
-        if self.waits_since is not None and result != "waiting":
-            waited = clock.now() - self.waits_since
+        was_waiting = False
+        if result != "waiting":
+            if self.waits_since is not None:
+                waited = clock.now() - self.waits_since
+            if self.blocker is not None:
+                was_waiting = self.blocker.token == self.waits_behind
         self.ref.tell(
             "conflict",
             self.holder,
@@ -517,6 +522,7 @@ class Lease:
             reason=reason,
             result=result,
             waited=waited,
+            was_waiting=was_waiting,
         )
 
     # Leaving

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from functools import cache
@@ -25,7 +25,7 @@ from django_singletask.locks.keys import QUEUED, LockKey, lock_of_slot
 from django_singletask.locks.liveness import is_alive, is_stopped, proof_of_death
 from django_singletask.locks.ref import KEPT, LockRef
 from django_singletask.log import in_words, logger
-from django_singletask.models import TaskLockEvent, is_over
+from django_singletask.models import WAS_WAITING, TaskLockEvent, is_over
 from django_singletask.operators.names import Selector, SeveralMeant, UnknownName
 from django_singletask.operators.recorded import find
 from django_singletask.operators.starving import Starving, starving
@@ -284,30 +284,28 @@ def limit_of(usual: UsualHold) -> float:
 
 
 def add_conflicts(locks: list[HeldLock]) -> list[HeldLock]:
-    """Count the calls that met each lock, and those of them that wait; return the list."""
+    """Count the calls that met each lock, by what became of them; return the list."""
     if conf.history == "off":
         return locks
-    met = Counter[str]()
-    waited = Counter[str]()
-    gave_up = Counter[str]()
+    met: defaultdict[str, Counter[str]] = defaultdict(Counter)
     try:
         with reading():
             tokens = [lock.token for lock in locks]
-            counts = TaskLockEvent.objects.values_list("blocked_by", "reason", "result", "count")
-            for token, reason, result, count in counts.blocked_by(tokens):  # type: ignore[attr-defined]
-                met[token] += count
-                if result == "waiting":
-                    waited[token] += count
-                elif reason in {"wait", "requeue"}:
-                    gave_up[token] += count
+            rows = TaskLockEvent.objects.values_list("blocked_by", "ref", "kind", "result", "count")
+            for token, ref, kind, result, count in rows.blocked_by(tokens):  # type: ignore[attr-defined]
+                if kind == "duplicate":
+                    met[token][kind] += count
+                else:
+                    met[token][result] += count
+                if ref.endswith(WAS_WAITING):
+                    met[token]["waiting"] -= count
     except NoHistory as error:
         logger.warning("The conflicts cannot be counted. %s", error)
         return locks
     for lock in locks:
-        # A call that waits and then gives up has two conflicts in the history.
-        counted_twice = min(waited[lock.token], gave_up[lock.token])
-        lock.conflicts = met[lock.token] - counted_twice
-        lock.waiting = waited[lock.token] - counted_twice
+        counts = +met[lock.token]  # without 0, and less: another process may write late
+        lock.conflicts = counts.total()
+        lock.waiting = counts["waiting"]
     return locks
 
 

@@ -96,9 +96,9 @@ def test_a_call_that_waits_is_counted_behind_one_holder(three, wait_for):
         wait_for(lambda: events, "it is reported")
         three[2].extend(10)
         thread.join()
-    conflicts = [(event.result, event.blocked_by) for event in events]
+    conflicts = [(event.result, event.blocked_by, event.was_waiting) for event in events]
     token = three[1].token
-    assert conflicts == [("waiting", token), ("skipped", token)]
+    assert conflicts == [("waiting", token, False), ("skipped", token, True)]
 
 
 def wait_in_vain(seconds):

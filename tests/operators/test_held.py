@@ -534,3 +534,24 @@ def test_a_call_that_waits_inside_its_process_is_counted_until_it_gives_up(on_re
         assert seen == []
         thread.join()
         assert conflicts() == (2, 0)
+
+
+def test_a_short_wait_that_fails_is_none_of_those_that_wait(on_redis, take, wait_for):
+    def counts():
+        [lock] = held.add_conflicts(held_now("nightly"))
+        return lock.conflicts, lock.waiting
+
+    def wait():
+        with TaskLock("nightly", wait=60):
+            pass
+        connections.close_all()
+
+    lock = take("nightly")
+    thread = threading.Thread(target=wait)
+    thread.start()
+    wait_for(lambda: counts() == (1, 1), "it waits")
+    for _ in range(2):
+        assert not TaskLock("nightly").acquire(wait=0.05)
+    assert counts() == (3, 1)
+    lock.release()
+    thread.join()

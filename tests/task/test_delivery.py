@@ -601,6 +601,29 @@ class TestRequeue:
         assert waited["acquired"] == pytest.approx(20, abs=10)
         assert waited["conflict"] == pytest.approx(40, abs=10)
 
+    def test_a_call_that_gives_up_knows_whether_its_holder_has_counted_it(self, sent):
+        header = {"options": {"lock_wait": 30}}
+        with listening() as events:
+            with held_by("first", task=tasks.requeue):
+                with postponed():
+                    receive(tasks.requeue, "a", header=header)
+                header = header_of(sent[-1])
+                header["requeued_at"] -= 31
+                with pytest.raises(LockConflict):
+                    receive(tasks.requeue, "a", header=header)
+            with held_by("second", task=tasks.requeue), pytest.raises(LockConflict):
+                receive(tasks.requeue, "a", header=header)
+        conflicts = [
+            (event.result, event.blocked_by_task_id, event.was_waiting)
+            for event in events
+            if event.kind == "conflict"
+        ]
+        assert conflicts == [
+            ("waiting", "first", False),
+            ("failed", "first", True),
+            ("failed", "second", False),
+        ]
+
     def test_the_last_hop_ends_with_lock_wait(self, sent):
         header = {"options": {"lock_wait": 0.3}, "hops": 9}
         with held_by("another", task=tasks.requeue), postponed():
