@@ -251,6 +251,7 @@ LOCK = (
     "remaining",
     "conflicts",
     "waiting",
+    "met",
     "usual",
     "token",
     "task",

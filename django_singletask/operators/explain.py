@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from django_singletask.history.queries import NEWEST, NoHistory, UsualHold, ago, reading
 from django_singletask.locks.keys import QUEUED, lock_of_slot
-from django_singletask.models import RETAKEN, TaskLockEvent
+from django_singletask.models import OF_CALLS, RETAKEN, TaskLockEvent
 from django_singletask.operators import words
 from django_singletask.operators.held import (
     HOLDING,
@@ -387,24 +387,30 @@ def _tell_conflicts(why: Why) -> str:
 
 
 def _tell_met(held: list[HeldLock]) -> str:
-    """Say how many calls met these holders, and how many of them wait."""
-    count = sum(lock.conflicts for lock in held if lock.conflicts)
-    waiting = sum(lock.waiting for lock in held if lock.waiting)
-    if not count:
+    """Say how many calls met these holders, and what became of them."""
+    met = Counter[str]()
+    for lock in held:
+        if lock.met is not None:
+            met += lock.met
+    if not met:
         return "none during this hold"
-    if not waiting:
-        return f"{count} during this hold"
-    return f"{count} during this hold, {waiting} waiting"
+    return f"{met.total()} during this hold: {_by_result(met)}"
 
 
 def _tell_lately(why: Why) -> str:
     """Say what became of the calls that found a lock held."""
-    counts = [f"{count} {result}" for result, count in sorted(why.conflicts.items())]
-    if why.duplicates:
-        counts.append(words.plural(why.duplicates, "duplicate"))
+    met = why.conflicts + Counter(duplicate=why.duplicates)
+    return f"{_by_result(met)} in the last {duration(why.within)}"
+
+
+def _by_result(met: Counter[str]) -> str:
+    """Write the numbers of calls by their results, those of duplicates last."""
+    counts = [f"{met[result]} {result}" for result in sorted(OF_CALLS) if met[result]]
+    if met["duplicate"]:
+        counts.append(words.plural(met["duplicate"], "duplicate"))
     if not counts:
-        counts.append("none")
-    return f"{', '.join(counts)} in the last {duration(why.within)}"
+        return "none"
+    return ", ".join(counts)
 
 
 def _stop_commands(lock: HeldLock) -> Iterator[Fact]:

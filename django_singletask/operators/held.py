@@ -74,9 +74,10 @@ class HeldLock(Holder):
     of such a lock is a lock here, and ``slots_held`` counts them. ``held_for`` and ``remaining``
     are seconds, ``remaining`` None where the store cannot tell. ``alive`` says whether the process
     of the holder is there, None if that cannot be told from this host; ``death`` is the proof that
-    it is gone. ``conflicts`` counts the calls that met this holder (of a queued call: its
-    duplicates), ``waiting`` those of them that wait or are postponed; :func:`add_conflicts` sets
-    both. :func:`add_states` sets ``usual``. All three are None if they are not known.
+    it is gone. ``met`` counts the calls that met this holder, by their results, and duplicates of
+    its call as ``"duplicate"``; ``conflicts`` is the sum, and ``waiting`` counts those that wait or
+    are postponed. :func:`add_conflicts` sets these three, and :func:`add_states` sets ``usual``.
+    All are None if they are not known.
     """
 
     key: str
@@ -88,6 +89,7 @@ class HeldLock(Holder):
     slots_held: int = 1
     conflicts: int | None = None
     waiting: int | None = None
+    met: Counter[str] | None = None
     usual: UsualHold | None = None
 
     def __post_init__(self) -> None:
@@ -303,9 +305,9 @@ def add_conflicts(locks: list[HeldLock]) -> list[HeldLock]:
         logger.warning("The conflicts cannot be counted. %s", error)
         return locks
     for lock in locks:
-        counts = +met[lock.token]  # without 0, and less: another process may write late
-        lock.conflicts = counts.total()
-        lock.waiting = counts["waiting"]
+        lock.met = +met[lock.token]  # without 0, and less: another process may write late
+        lock.conflicts = lock.met.total()
+        lock.waiting = lock.met["waiting"]
     return locks
 
 

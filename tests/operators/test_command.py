@@ -165,6 +165,7 @@ def test_json_of_a_lock(take):
         "held_for": 0.0,
         "conflicts": 0,
         "waiting": 0,
+        "met": {},
         "token": lock.token,
         "task": None,
         "task_id": None,

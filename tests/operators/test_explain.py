@@ -64,10 +64,17 @@ def test_slots_are_told_one_by_one_and_their_conflicts_together():
     hold(key=f"{KEY}#2", slots=2, token="two", ago=20)
     skipped(20, 10, 4, name=NAME, key=KEY, blocked_by="two")
     skipped(20, 10, 1, name=NAME, key=KEY, blocked_by="one", result="waiting", reason="requeue")
-    assert explained().startswith(f"{NAME}: held (2 of 2 slots)\n  held       held, for 2m ")
-    assert facts()["conflicts"].startswith("5 during this hold, 1 waiting; the last ")
+    assert explained().startswith(f"{NAME}: held (2 of 2 slots)\n  slot       held, for 2m ")
+    assert facts()["conflicts"].startswith("5 during this hold: 4 skipped, 1 waiting; the last ")
     assert "manage.py locks clear one\n" in explained()
     assert "manage.py locks clear two\n" in explained()
+
+
+def test_duplicates_of_a_running_call_are_told_as_duplicates():
+    row("run", 134, name=NAME, key=KEY, task=TASK, token="one", timeout=60)
+    hold(token="one")
+    skipped(20, 10, 65, kind="duplicate", name=NAME, key=BESIDE, blocked_by="one")
+    assert facts()["conflicts"] == "65 during this hold: 65 duplicates; the last 10s ago"
 
 
 def test_call_that_was_skipped_is_explained_by_its_id():

@@ -555,3 +555,13 @@ def test_a_short_wait_that_fails_is_none_of_those_that_wait(on_redis, take, wait
     assert counts() == (3, 1)
     lock.release()
     thread.join()
+
+
+def test_conflicts_are_counted_by_their_results(on_redis, take):
+    token = take("nightly").token
+    skipped(9, count=28, blocked_by=token)
+    skipped(9, count=3, reason="requeue", blocked_by=token)
+    skipped(9, count=2, kind="duplicate", blocked_by=token)
+    [lock] = held.add_conflicts(held_now("nightly"))
+    assert lock.met == {"skipped": 28, "waiting": 3, "duplicate": 2}
+    assert (lock.conflicts, lock.waiting) == (33, 3)
