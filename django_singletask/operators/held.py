@@ -316,8 +316,10 @@ def add_conflicts(locks: list[HeldLock]) -> list[HeldLock]:
     except NoHistory as error:
         logger.warning("The conflicts cannot be counted. %s", error)
         return locks
+    none = Counter[str]()
     for lock in locks:
-        lock.met = +met[lock.token]  # without 0, and less: another process may write late
+        counts = met.get(lock.token, none)
+        lock.met = +counts  # without 0, and less: another process may write late
         lock.conflicts = lock.met.total()
         lock.waiting = lock.met["waiting"]
     return locks

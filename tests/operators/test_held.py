@@ -543,7 +543,8 @@ def test_a_short_wait_that_fails_is_none_of_those_that_wait(on_redis, take, wait
 
     def wait():
         with TaskLock("nightly", wait=60):
-            connections.close_all()
+            pass
+        connections.close_all()
 
     lock = take("nightly")
     thread = threading.Thread(target=wait)
