@@ -70,7 +70,8 @@ class TaskFigures:
             figures["trouble"] += total["calls"]
         if total["ends"]:
             figures["ends"] += total["ends"]
-            figures["lasted"] += total["lasted"].total_seconds()
+            # The clocks of two hosts differ: an end can lie before the begin.
+            figures["lasted"] += max(0.0, total["lasted"].total_seconds())
             figures["mean"] = figures["lasted"] / figures["ends"]
             figures["longest"] = max(figures["longest"], total["longest"].total_seconds())
         if total["outcome"] == "released" and total["result"] in COMPLETED:

@@ -101,8 +101,12 @@ class Drawn:
         return f"{begin_time} – {end_time}"
 
     def add(self, shape: str, state: str, begin: datetime, end: datetime) -> None:
-        """Add a mark, unless it lies outside the window."""
-        if end < self.window.start or begin > self.window.end:
+        """Add a mark, unless it lies outside the window.
+
+        In a window until now, a host whose clock is ahead has marks after its end: at the edge.
+        """
+        until = self.window.until
+        if end < self.window.start or (until is not None and begin > until):
             return
         when = self.clock_times(begin, end)
         if shape == "tick":

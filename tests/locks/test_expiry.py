@@ -274,7 +274,7 @@ class TestOperators:
         deliver(sent[0])
         text = " ".join(locks("why", task.lock("a").name).split())
         assert f" queued task {first.id} on " in text
-        assert " for 16m 39s, although the call has begun" in text
+        assert " and begun; stops identical calls for 16m 39s more" in text
 
     def test_clear_queued_forgets_it(self, sent):
         send()

@@ -95,6 +95,12 @@ def test_window_in_the_past_is_beside_the_one_before_it():
     assert (both.now["run"], both.before["run"]) == (2, 1)
 
 
+def test_run_that_seems_to_end_before_it_began_took_no_time():
+    """The clocks of two hosts differ."""
+    ran(60, -30, task="a")
+    assert figures()["a"].now["mean"] == 0
+
+
 def test_cleared_unguarded_or_retaken_run_that_returned_is_not_dead_or_lost():
     for facts in ({"outcome": "cleared"}, {"outcome": "unguarded"}, {"retaken": 1}):
         ran(60, task="a", **facts)

@@ -152,6 +152,11 @@ def test_retaken_is_a_sign_at_its_time_on_a_bar_of_any_colour():
     assert texts() == ["returned after 15m, retaken × 2"]
 
 
+def test_marks_of_a_host_whose_clock_is_ahead_stand_at_the_edge_of_a_window_until_now():
+    trouble(-1, "lost", begin=-0.5)
+    assert marks() == [("bar", "lost", "99.70%", "0.30%"), ("sign", "lost", "99.70%", "0.30%")]
+
+
 def test_sign_outside_the_window_is_left_out():
     hold(90, 5, retaken=1, retaken_at=ago(80))
     assert marks() == [("bar", "returned", "0.00%", "91.67%")]

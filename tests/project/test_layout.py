@@ -15,14 +15,14 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "django_singletask"
 
 AT_MOST = {
-    "nodes": 54_368,
+    "nodes": 57_563,
     "nodes of testing": 6_653,
-    "nodes for a statement": 6.75,
-    "choices inside a line": 73,
+    "nodes for a statement": 6.68,
+    "choices inside a line": 36,
     "choices outside the operators' modules": 34,
-    "assignment expressions": 3,
+    "assignment expressions": 1,
     "several assignments in one": 2,
-    "big statements": 29,
+    "big statements": 22,
 }
 """Of the syntax trees, of the package without testing. Lines have no bound: that would reward
 packing them. A bound is lowered when the code allows it."""
