@@ -386,14 +386,16 @@ class TaskLockEventAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
     def clear_locks(self, request: HttpRequest, locks: list[HeldLock], asked: set[str]) -> None:
         """Free locks, and tell the user which keys of ``asked`` were not freed.
 
-        A holder may have changed since the locks were read: the store decides.
+        ``asked`` is empty if the user asked for the locks of all dead processes. A holder may have
+        changed since the locks were read: the store decides.
         """
         actor = request.user.get_username()
         reason = clean(request.POST.get("reason", "").strip(), 255)
         freed, refused = held.clear_all(locks, actor=actor, reason=reason)
         self.report_cleared(request, freed, reason)
         missing = asked - {lock.key for lock in locks}
-        missing |= {lock.key for lock in refused.pop(held.GONE, ())}
+        gone = refused.pop(held.GONE, [])
+        missing |= {lock.key for lock in gone}
         for why_not, kept in refused.items():
             names = words.few([lock.name for lock in kept])
             messages.error(request, f"{names}: {why_not}")

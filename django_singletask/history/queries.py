@@ -202,19 +202,21 @@ class TaskLockEventQuerySet(models.QuerySet[Any]):
     ) -> TaskLockEventQuerySet:
         """Return the first rows of the parts of a window in the order of :func:`newest_first`.
 
-        They are ``limit`` rows at most, and no more are read of a part.
+        They are ``limit`` rows at most; of each part at most as many are read.
         """
         rows: set[Any] = set()
         for part in parts:
             rows.update(part.values_list("pk", "at", "happened_at", named=True)[:limit])
         pks = [row.pk for row in newest_first(rows, start, end)[:limit]]
-        # The filter is a list of ids: with the other conditions PostgreSQL would plan it anew.
+        # They are found again by their ids alone: with the other conditions as well, PostgreSQL
+        # might choose a slow plan.
         found: TaskLockEventQuerySet = self.model.objects.using(self.db).filter(pk__in=pks)
         if end is None:
             return found.newest()
         happened_in_it = Q(happened_at__lt=end)
         if start is not None:
             happened_in_it &= Q(happened_at__gte=start)
+        # What did not happen in the window has no such time, and comes last, by its begin.
         happened = models.Case(models.When(happened_in_it, then="happened_at"))
         return found.order_by(happened.desc(nulls_last=True), "-at")
 

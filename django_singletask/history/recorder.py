@@ -77,11 +77,11 @@ def write_here() -> None:
     In that transaction, the rows would stay locked until its end, and two callers that know nothing
     of each other could wait for each other:
 
-      one:    BEGIN, was skipped by a ............ is skipped by b: waits for the other
-      other:         BEGIN, was skipped by b ............ is skipped by a: waits for the one
+      one:    BEGIN, changes row a ............... changes row b: waits for the other
+      other:         BEGIN, changes row b ............... changes row a: waits for the one
 
-    A rollback drops what is to be done at the commit. Then the next event writes all events, or the
-    end of the request or of the process. The same is true if the caller has no autocommit.
+    A rollback also drops what is to be done at the commit. Then the events are written with the
+    next event, or when the request or the process ends; so they are if there is no autocommit.
     """
     connection = connections[router.db_for_write(TaskLockEvent)]
     # Look at the last hook only, since a project may have many hooks of its own.
@@ -182,9 +182,9 @@ class Writer(Background):
         while len(self.events) > BOUND:
             self.events.popleft()
             self.lost += 1
-        # A process that multiprocessing starts ends by os._exit(), without what atexit has. Such a
-        # process runs finalizers, but forgets those that were there when it began. So each process
-        # registers a finalizer with its first event. In other processes, atexit runs the finalizer.
+        # A process that multiprocessing starts ends by os._exit(), so that functions of atexit do
+        # not run. Finalizers do, but not those of its parent. So each process registers one with
+        # its first event: a fork has a writer of its own. Elsewhere atexit runs the finalizer.
         #
         #   parent:  event, registers   forks                                    exits, writes
         #   child:                            forgets    event, registers    writes, os._exit()
@@ -215,8 +215,8 @@ class Writer(Background):
     def _run_thread(self) -> None:
         super()._run_thread()
         # An event can come after run() has looked for events the last time, and before the thread
-        # is gone. Then receive() sees a thread and starts none, so the event would wait until
-        # another event comes. That is why this looks once more, now that the thread is gone.
+        # counts as ended. Then receive() sees a thread and starts none, so the event would wait
+        # until another one comes. That is why this looks once more, when the thread has ended.
         if self.events and not self.stopping:
             self.begin()
 

@@ -67,8 +67,8 @@ def widest(column: Iterable[str]) -> int:
 def fit(columns: dict[int, list[str]], room: int, name: int, spare: int | None) -> None:
     """Make columns fit into so much room.
 
-    The modules of the names go first, then the column ``spare``, then the middle of the names, and
-    a part of the last column.
+    The modules of the names go first, then the column ``spare``. Then the names are cut to 24
+    characters, the last column to 8, and the names again to 10, each as far as that is needed.
     """
     if excess(columns, room) > 0:
         head, *names = columns[name]
@@ -79,9 +79,11 @@ def fit(columns: dict[int, list[str]], room: int, name: int, spare: int | None) 
     too_much = excess(columns, room)
     widths = {number: widest(column) for number, column in columns.items()}
     for number, least in ((name, 24), (last, 8), (name, 10)):
-        narrow = min(widths[number], max(least, widths[number] - too_much))
-        too_much -= widths[number] - narrow
-        widths[number] = narrow
+        can_go = widths[number] - least
+        goes = min(too_much, can_go)
+        if goes > 0:
+            widths[number] -= goes
+            too_much -= goes
     columns[name] = shorten(columns[name], widths[name])
     columns[last] = [cut_last(text, widths[last]) for text in columns[last]]
 

@@ -243,9 +243,10 @@ def _note_rows(known: Why, rows: list[TaskLockEvent]) -> None:
             known.conflicts[row.result] += row.count
     told: set[str] = set()
     for row in rows:
-        if not told.issuperset(row.troubles):
+        new_kinds = set(row.troubles) - told
+        if new_kinds:
             known.troubles.append(row)
-            told.update(row.troubles)
+            told |= new_kinds
 
 
 def _last_completed(rows: list[TaskLockEvent]) -> TaskLockEvent | None:
@@ -282,7 +283,8 @@ def facts(why: Why) -> Iterator[Fact]:
         yield Fact("forget", _clear_command(lock), is_command=True)
     for lock in why.expired:
         yield Fact("expired", _named(why, lock, _tell_state(lock)))
-    yield Fact("history", why.no_history)
+    if why.no_history:
+        yield Fact("history", why.no_history)
 
 
 def _tell_run(run: TaskLockEvent) -> str:

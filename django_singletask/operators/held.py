@@ -288,9 +288,9 @@ def _find_slow(locks: list[HeldLock]) -> None:
 def limit_of(usual: UsualHold) -> float:
     """Return the seconds after which a hold is slow.
 
-    That is twice the longest of the last runs: even if all are alike, one run of six is longer
-    than the five before it. It is also some seconds more than the usual run: nobody should look at
-    a run that takes a second instead of a hundredth.
+    That is twice the longest of the last runs: of six runs that are alike, the last is the longest
+    in one case of six, by chance. It is also some seconds more than the usual run: nobody should
+    look at a run that takes a second instead of a hundredth.
     """
     if usual.runs < ENOUGH:
         return inf
@@ -353,12 +353,13 @@ def clear(lock: HeldLock, *, actor: str, reason: str = "") -> bool:
     if not ref.clear(lock.token, actor, reason):
         return False
     if lock.task and not lock.queued:
-        beside = ref.beside(QUEUED)
+        entry_of_call = ref.beside(QUEUED)
         try:
-            _entry, queued_call = beside.read_holder()
-            # The entry of a call that is queued behind this one stays.
-            if queued_call.is_run_of(lock.task_id):
-                beside.clear(queued_call.token, actor, reason)
+            _entry, call = entry_of_call.read_holder()
+            # A task that is not unique has no such entry. One of a call that is queued behind this
+            # run stays.
+            if call.is_run_of(lock.task_id):
+                entry_of_call.clear(call.token, actor, reason)
         except LockUnavailable as error:
             # Not raised: the lock itself is free, and the caller must hear that.
             logger.error("%s was freed, but not the entry of its call: %s", lock.key, error)

@@ -72,7 +72,7 @@ class Selector:
     def tasks(self) -> list[str]:
         """The tasks of the project, or else of the history, whose name is the text or ends with it.
 
-        A task with just this name is the only one.
+        If a task has exactly this name, it is the only one.
         """
         for list_tasks in (task_names, recorded_tasks):
             tasks = list_tasks()

@@ -78,13 +78,22 @@ def meant(
 def _find(
     rows: Any, selector: Selector, what: str, window: Window, limit: int
 ) -> tuple[list[Any], bool]:
-    """Find the rows that a selector means: by indexes, or else among the newest rows."""
-    if not selector.is_pattern:
-        found = [_parts(each, what, window) for each in _indexed(rows, selector)]
-        parts = [part for each, _complete in found for part in each]
-        is_settled = bool(selector.recorded_keys or selector.tasks)
-        if is_settled or any(part.exists() for part in parts):
-            return parts, all(complete for _parts, complete in found)
+    """Return parts of the rows that a selector means, and whether they are all that it means.
+
+    They are found by indexes, or else among the newest rows.
+    """
+    if selector.is_pattern:
+        return _scan(rows, selector, what, window, limit)
+    parts: list[Any] = []
+    is_whole = True
+    for indexed in _indexed(rows, selector):
+        some_parts, complete = _parts(indexed, what, window)
+        parts += some_parts
+        if not complete:
+            is_whole = False
+    is_known = bool(selector.recorded_keys or selector.tasks)
+    if is_known or any(part.exists() for part in parts):
+        return parts, is_whole
     return _scan(rows, selector, what, window, limit)
 
 
@@ -152,10 +161,11 @@ def _with_result(rows: Any, result: str, window: Window) -> tuple[list[Any], boo
 def _in_state(rows: Any, codes: list[str], window: Window) -> tuple[list[Any], bool]:
     """Return the parts of the runs with one of these outcomes, or retaken; and the open holds.
 
-    An open hold has no outcome yet: the store says whether it is held, dead or expired.
+    An open hold has no outcome yet: the store says whether it is held, dead or expired. The second
+    value says whether all open holds were looked at.
     """
     parts = [part for code in codes for part in _within(rows.of_trouble(code), window)]
-    [*_others, open_rows] = _within(rows.open(), window)
+    open_rows = _within(rows.open(), window)[-1]  # of a window the last part are the open holds
     judged = list(open_rows[:OPEN])
     judge(judged)
     pks = [row.pk for row in judged if row.state in codes]

@@ -58,8 +58,8 @@ class Starving:
 def starving(longer_than: float = HOUR, selectors: Collection[Selector] = ()) -> list[Starving]:
     """List the locks that have starved for ``longer_than`` seconds, the longest first.
 
-    With ``selectors``, list only the locks that one of them selects. These are looked at however
-    long ago they were called. Raises :class:`NoHistory`.
+    With ``selectors``, list only the locks that one of them selects, also those whose last call is
+    long ago. Raises :class:`NoHistory`.
     """
     with reading():
         names = _suspects(longer_than)
@@ -121,8 +121,8 @@ def _unmet_calls(
 ) -> list[TaskLockEvent]:
     """Return the rows of calls that came to nothing, and after which no run has completed."""
     calls = [row for row in newest if row.is_counted and row.reason not in OTHER_REASONS]
-    # A call that met a completed run came before the end of that run, whatever the clock of the
-    # caller's host says.
+    # A call that was blocked by a run which has completed came before the end of that run, even if
+    # the clocks of the two hosts say otherwise.
     tokens = {row.token for row in completed}
     calls = [row for row in calls if row.blocked_by not in tokens]
     if ended_at:

@@ -213,7 +213,7 @@ def app_module() -> str:
 
 def status(event: TaskLockEvent) -> str:
     """Return how a hold ended, or what else happened, as a code of ``WORDS``."""
-    if event.is_counted:
+    if event.is_counted:  # not a hold, but calls that met one
         return event.kind
     if event.outcome == "released" and event.result:
         return event.result
@@ -244,12 +244,12 @@ def headline(event: TaskLockEvent, until: datetime | None = None) -> str:
 
 
 def reason(event: TaskLockEvent) -> str:
-    """Return why something happened; of a call, what became of it and by which policy."""
+    """Return why something happened; of a conflict, what became of the call, by which policy."""
     if event.kind != "conflict":
         return event.reason
     result = event.get_result_display()
     if event.reason in ("skip", "raise", "wait"):
-        return result  # it says as much as these policies
+        return result  # the policy would say it twice
     return f"{result}: {event.reason}"
 
 

@@ -226,7 +226,7 @@ class Command(BaseCommand):
     def create_parser(self, prog_name: str, subcommand: str, **kwargs: Any) -> CommandParser:
         """Return a parser that first reads the action, then the options of this action only."""
         create = partial(super().create_parser, prog_name, subcommand, **kwargs)
-        self.typed_action = ""  # of an earlier call
+        self.typed_action = ""  # the object may be used again
 
         def parse_args(args: list[str], namespace: None = None) -> argparse.Namespace:
             # The action decides what "--help" prints, so this parser only looks for the action.
@@ -237,7 +237,8 @@ class Command(BaseCommand):
             if found.names and found.names[0] in ACTIONS:
                 self.typed_action = found.names[0]
                 at = words.index(self.typed_action)
-                # It could be the value of an option of an action, which are unknown here.
+                # The finder has no options of actions. Behind such an option, the word could be the
+                # value of the option.
                 _found, unknown = finder.parse_known_intermixed_args(words[:at])
                 if unknown:
                     finder.error(f"write {self.typed_action!r} before {' '.join(unknown)}")
@@ -335,10 +336,11 @@ class Command(BaseCommand):
         """Show the locks that were asked for, ask, and free them."""
         check_choice(options)
         chosen, nothing = choose(options)
-        if not (chosen and options["json"]):
-            self.show({"locks": []}, output.lock_table(chosen), nothing)
-        if not chosen:
-            return  # nothing was named, so finding nothing is not an error
+        if not chosen:  # no lock was named, so finding none is not an error
+            self.show({"locks": []}, (), nothing)
+            return
+        if not options["json"]:  # the JSON is printed once, with what was freed
+            self.show({}, output.lock_table(chosen))
         noun, verb, done = FREE
         if options["queued"]:
             noun, verb, done = FORGET
