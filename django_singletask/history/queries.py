@@ -34,6 +34,8 @@ OPEN = 5000
 RUNS = 100
 """The maximum number of runs whose length says what is usual."""
 DAY = timedelta(days=1)
+HAPPENED = ("happened_at", "ended_at", "noticed_at", "retaken_at")
+"""Times of what happened to a row after its begin, the last one first."""
 # Conditions of partial indexes. A database uses such an index only if the statement repeats its
 # condition, and SQLite finds it there only without parameters.
 STATE = "NOT (outcome = 'released')"
@@ -206,18 +208,21 @@ class TaskLockEventQuerySet(models.QuerySet[Any]):
         """
         rows: set[Any] = set()
         for part in parts:
-            rows.update(part.values_list("pk", "at", "happened_at", named=True)[:limit])
+            rows.update(part.values_list("pk", "at", *HAPPENED, named=True)[:limit])
         pks = [row.pk for row in newest_first(rows, start, end)[:limit]]
         # They are found again by their ids alone: with the other conditions as well, PostgreSQL
         # might choose a slow plan.
         found: TaskLockEventQuerySet = self.model.objects.using(self.db).filter(pk__in=pks)
         if end is None:
             return found.newest()
-        happened_in_it = Q(happened_at__lt=end)
-        if start is not None:
-            happened_in_it &= Q(happened_at__gte=start)
+        times = []
+        for column in HAPPENED:
+            in_window = Q(**{f"{column}__lt": end})
+            if start is not None:
+                in_window &= Q(**{f"{column}__gte": start})
+            times.append(models.When(in_window, then=column))
         # What did not happen in the window has no such time, and comes last, by its begin.
-        happened = models.Case(models.When(happened_in_it, then="happened_at"))
+        happened = models.Case(*times)
         return found.order_by(happened.desc(nulls_last=True), "-at")
 
     def older_than(self, seconds: float | None = None) -> TaskLockEventQuerySet:
@@ -333,9 +338,11 @@ def newest_first(rows: Iterable[Any], start: datetime | None, end: datetime | No
     def place(row: Any) -> tuple[bool, datetime, int]:
         if end is None:
             return True, row.happened_at, row.pk
-        if row.happened_at >= end or (start is not None and row.happened_at < start):
-            return False, row.at, row.pk
-        return True, row.happened_at, row.pk
+        for column in HAPPENED:
+            at = getattr(row, column)
+            if at is not None and at < end and (start is None or at >= start):
+                return True, at, row.pk
+        return False, row.at, row.pk
 
     return sorted(rows, key=place, reverse=True)
 

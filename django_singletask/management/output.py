@@ -205,7 +205,7 @@ def _row_cells(row: TaskLockEvent) -> tuple[str, ...]:
     if row.count > 1:
         what += f" ×{row.count}"
     if row.retaken_at:
-        what += f", {RETAKEN} {_short_time(row.retaken_at, row.at)}"
+        what += f", {RETAKEN}"
     held = "-"
     if row.hold_ended_at is not None:
         held = words.lasted(row)

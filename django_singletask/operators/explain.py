@@ -105,6 +105,8 @@ def why(text: str) -> Why:
     if not locks:
         with suppress(NoHistory):
             meant, _complete = find([selector], limit=NEWEST)
+            # A call that waited and then gave up has two rows: its end says more.
+            meant.sort(key=lambda row: row.result == "waiting")
     task = _task_meant(selector, meant)
     if task:
         if not selector.tasks:  # a host, or a pattern, that has only some of its locks
@@ -269,6 +271,11 @@ def facts(why: Why) -> Iterator[Fact]:
     """Yield what is known, each fact with its label."""
     if why.run:
         yield Fact("run", _tell_run(why.run))
+    if not (why.key or why.held or why.queued or why.completed or why.conflict):
+        text = (
+            "no lock of this task is held or recorded: 'manage.py locks' lists what calls wait for"
+        )
+        yield Fact("task", text)
     if why.starving:
         met = words.plural(why.starving.conflicts, "conflict")
         yield Fact("starving", f"{met} in {duration(why.starving.unmet)}; no run completed")
@@ -376,7 +383,8 @@ def _tell_state(lock: HeldLock) -> str:
         return WITHOUT_PROCESS[lock.state].format(lock=lock, ago=ago, left=duration(lock.left))
     text = f"by {lock} ({_tell_process(lock)})"
     if lock.since:
-        return f"for {ago} {text}"
+        since = words.clock_time(lock.since, dated=lock.held_for >= DAY)
+        return f"for {ago} (since {since}) {text}"
     return text
 
 

@@ -394,3 +394,14 @@ def test_times_without_time_zones_are_times_of_the_project(settings):
     [[run], _complete] = find()
     assert run.at == datetime.datetime.fromtimestamp(time.time() - 9005)
     assert queries.ago(run.ended_at) == 9000
+
+
+def test_lock_that_was_cleared_in_a_window_happened_in_it_though_its_run_went_on():
+    cleared = ran(5 * MINUTE, HOUR, name="1", outcome="cleared")
+    TaskLockEvent.objects.update(noticed_at=before_now(15 * MINUTE))
+    for number in range(3):
+        ran(1 * MINUTE, 18 * MINUTE, name=f"went on {number}")
+    since, until = before_now(20 * MINUTE), before_now(10 * MINUTE)
+    rows, _complete = find(since=since, until=until, limit=4)
+    listed = history.newest_of(history.parts_within(since, until), 4, since, until)
+    assert rows[0] == listed[0] == cleared

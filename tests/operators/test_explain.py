@@ -46,7 +46,7 @@ def why(name=NAME):
     return SimpleNamespace(**locks_as_json("why", name))
 
 
-CLOCK = r" \((\d{4}-\d\d-\d\d )?\d\d:\d\d:\d\d\)"
+CLOCK = r" \((since )?(\d{4}-\d\d-\d\d )?\d\d:\d\d:\d\d\)"
 """The time of what happened, which stands behind its age."""
 
 
@@ -571,3 +571,13 @@ def test_foreign_entry_is_cleared_by_its_key():
 
 
 # As a process
+
+
+def test_end_of_a_call_that_waited_says_more_than_that_it_waited():
+    skipped(60, 10, 5, name=NAME, task=TASK, task_id="5d1c", result="waiting", reason="wait")
+    skipped(40, name=NAME, task=TASK, task_id="5d1c", result="failed", reason="wait")
+    assert " failed" in facts("5d1c")["run"]
+
+
+def test_task_without_a_lock_is_sent_to_the_list():
+    assert "'manage.py locks'" in facts("tests.testapp.tasks.plain")["task"]

@@ -161,11 +161,12 @@ def test_page_shows_each_task_beside_the_window_before(viewer):
 
 def test_page_shows_a_window_and_leads_to_the_one_before_it(viewer, settings):
     settings.TIME_ZONE = "UTC"
-    now = datetime.fromtimestamp(time.time(), UTC)
-    start = now - timedelta(hours=1)
-    ran(1.5 * HOUR, task="a")
-    content = viewer.get(PAGE, {"from": f"{start:%Y-%m-%dT%H:%M:%S}"}).content.decode()
-    assert f'name="from" value="{start:%Y-%m-%dT%H:%M:%S}"' in content
+    start = datetime.fromtimestamp(time.time() - 2 * HOUR, UTC)
+    ran(2.5 * HOUR, task="a")
+    form = "%Y-%m-%dT%H:%M:%S"
+    window = {"from": f"{start:{form}}", "to": f"{start + timedelta(hours=1):{form}}"}
+    content = viewer.get(PAGE, window).content.decode()
+    assert f'name="from" value="{start:{form}}"' in content
     assert f'<a href="?from={start - timedelta(hours=1):%Y-%m-%dT%H%%3A%M}' in content
 
 

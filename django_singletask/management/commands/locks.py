@@ -45,7 +45,7 @@ ACTIONS = {
     "clear": "Free locks. Their tasks keep running.",
     "history": "List what happened, the latest first.",
     "metrics": "Count the locks in each state, in the text format of Prometheus.",
-    "probe": "Test whether the cache is fit to hold locks.",
+    "probe": "Test whether the cache can hold locks, and count what its restart would lose.",
     "prune": "Delete old history, in small batches.",
 }
 NAMELESS = {"metrics", "probe", "prune"}
@@ -375,7 +375,7 @@ class Command(BaseCommand):
         limit = options["limit"]
         if len(rows) == limit:
             if not self.prints_json:
-                self.stderr.write(f"At most {limit} rows are listed: see --limit.")
+                self.stderr.write(f"No more than {plural(limit, 'row')}: see --limit.")
         elif not complete:
             self.stderr.write(f"Only the newest {SCANNED} rows were searched.")
         if conf.history == "off":
