@@ -47,7 +47,8 @@ def show(stack: contextlib.ExitStack, url: str) -> None:
     expired = {"name": "stock report", "ref": "1" * 32, "kind": "run", "timeout": HOUR}
     for hours, row in (7.7, starving), (2, expired):
         row |= {"key": TaskLock(row["name"]).key, "cache": "locks", "host": "web-7", "pid": 4711}
-        TaskLockEvent.objects.create(at=now() - timedelta(hours=hours), **row)
+        at = now() - timedelta(hours=hours)
+        TaskLockEvent.objects.create(at=at, happened_at=row.get("last_at", at), **row)
 
 
 def free() -> None:
