@@ -32,7 +32,7 @@ from django_singletask.models import COUNTED, OF_CALLS, RETAKEN, TROUBLE, TaskLo
 from django_singletask.operators import held, words
 from django_singletask.operators.explain import facts, why
 from django_singletask.operators.held import HeldLock, cannot_ask
-from django_singletask.operators.names import NOT_RECORDED, Selector, recorded_tasks, select
+from django_singletask.operators.names import NOT_RECORDED, Selector, recorded_tasks
 from django_singletask.operators.per_task import COLUMNS, per_task
 from django_singletask.operators.probe import at_stake
 from django_singletask.operators.recorded import ALWAYS, LISTED, SCANNED, judge, meant
@@ -648,7 +648,7 @@ def selectors_of(searched: str) -> list[Selector]:
     """Return what a search means, which is everything if it is empty."""
     if not searched:
         return []
-    return [select(searched)]
+    return [Selector(searched)]
 
 
 def key_of(asked: str) -> str:

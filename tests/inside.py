@@ -714,12 +714,12 @@ def call_lock(task: str, **arguments: Any) -> tuple[str, str]:
 
 def held_now(*typed: str) -> list[Any]:
     """Return what the operators are shown: all that is held, or what some texts mean."""
-    return held.add_states(held.list_held([names.select(text) for text in typed]))
+    return held.add_states(held.list_held([names.Selector(text) for text in typed]))
 
 
 def starving(longer_than: float, *typed: str) -> list[Any]:
     """Return what has starved for so many seconds: all of it, or what some texts mean."""
-    return starvation.starving(longer_than, [names.select(text) for text in typed])
+    return starvation.starving(longer_than, [names.Selector(text) for text in typed])
 
 
 def before_each_clear(monkeypatch: pytest.MonkeyPatch, act: Callable[..., None]) -> None:

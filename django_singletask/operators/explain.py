@@ -26,7 +26,7 @@ from django_singletask.operators.held import (
     list_held,
     must_be_known,
 )
-from django_singletask.operators.names import Selector, SeveralMeant, UnknownName, select
+from django_singletask.operators.names import Selector, SeveralMeant, UnknownName
 from django_singletask.operators.recorded import find
 from django_singletask.operators.starving import Starving, starvation
 from django_singletask.operators.words import duration
@@ -94,10 +94,10 @@ class Why:
 def why(text: str) -> Why:
     """Gather what is known of a lock, of the lock of a run, or of a task.
 
-    ``text`` is what :func:`select` reads. Raises :class:`UnknownName` if nothing is known by it,
+    ``text`` is that of a :class:`Selector`. Raises :class:`UnknownName` if nothing is known by it,
     :class:`SeveralMeant`, :class:`CannotList`, and :class:`LockUnavailable`.
     """
-    selector = select(text)
+    selector = Selector(text)
     locks = _list(selector)
     must_be_known([selector], locks)
     # A lock that somebody has comes before queued calls and expired holds.
@@ -110,7 +110,7 @@ def why(text: str) -> Why:
     task = _task_meant(selector, meant)
     if task:
         if not selector.tasks:  # a host, or a pattern, that has only some of its locks
-            locks = list_held([select(task)])
+            locks = list_held([Selector(task)])
         return _explain_task(task, locks)
     if not meant:
         if selector.is_pattern:
@@ -140,7 +140,7 @@ def _list(selector: Selector) -> list[HeldLock]:
         if not selector.may_be_name:
             raise
         keys = selector.keys()
-        return list_held([select(key) for key in keys])
+        return list_held([Selector(key) for key in keys])
 
 
 def _task_meant(selector: Selector, meant: list[Any]) -> str | None:
@@ -176,10 +176,10 @@ def _explain_lock(name: str, key: str, *, only: bool = False) -> Why:
     A name that was cut can belong to several locks. With ``only``, those with another key are left
     out.
     """
-    locks = list_held([select(key)])
+    locks = list_held([Selector(key)])
     seen = {lock.key for lock in locks}
     with suppress(CannotList):  # then only this lock is known
-        locks += [lock for lock in list_held([select(name)]) if lock.key not in seen]
+        locks += [lock for lock in list_held([Selector(name)]) if lock.key not in seen]
     rows, no_history = _read_rows(TaskLockEvent.objects.named(name))
     if only and not key.startswith(QUEUED):
         # The key of a queued call has a hash that does not show the lock, so these all stay.

@@ -178,11 +178,6 @@ class Selector:
         return any(self._pattern.match(text) for text in texts if text)
 
 
-def select(text: str) -> Selector:
-    """Return what is meant by a text that somebody typed."""
-    return Selector(text)
-
-
 def last_part(name: str) -> str:
     """Return the name of a task, or of a call, without its modules."""
     modules = MODULES.match(name)

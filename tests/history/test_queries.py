@@ -10,7 +10,7 @@ from django_singletask.history import queries
 from django_singletask.locks.keys import QUEUED
 from django_singletask.models import TaskLockEvent
 from django_singletask.operators import recorded, timeline
-from django_singletask.operators.names import select
+from django_singletask.operators.names import Selector
 from django_singletask.operators.windows import Window
 from django_singletask.operators.words import WORDS
 from tests import inside
@@ -140,7 +140,7 @@ def timeline_of(window):
 
 def find(*names, **narrowed):
     """Look for what these names mean, as an operator does who types them."""
-    return recorded.find([*map(select, names)], **narrowed)
+    return recorded.find([*map(Selector, names)], **narrowed)
 
 
 def parts_of_the_history():

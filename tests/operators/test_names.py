@@ -27,7 +27,7 @@ def selected(*typed):
 
 
 def meant(typed):
-    return list(names.select(typed).tasks)
+    return list(names.Selector(typed).tasks)
 
 
 # What is listed

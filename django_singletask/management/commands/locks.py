@@ -28,7 +28,7 @@ from django_singletask.models import TaskLockEvent
 from django_singletask.operators import held, words
 from django_singletask.operators.explain import Fact, facts, why
 from django_singletask.operators.held import EXPLAINED, HOLDING, HeldLock, cannot_ask
-from django_singletask.operators.names import Selector, SeveralMeant, UnknownName, select
+from django_singletask.operators.names import Selector, SeveralMeant, UnknownName
 from django_singletask.operators.probe import probe
 from django_singletask.operators.recorded import SCANNED, find
 from django_singletask.operators.starving import HOUR, Starving, starving
@@ -298,7 +298,7 @@ class Command(BaseCommand):
 
     def list(self, options: dict[str, Any]) -> None:
         """Print the locks that are held now; raise :class:`Alarm` if a limit is reached."""
-        selectors = [*map(select, options["names"])]
+        selectors = [*map(Selector, options["names"])]
         locks = held.list_held(selectors)
         held.must_be_known(selectors, locks)
         hungry = starving_locks(options, selectors)
@@ -368,7 +368,7 @@ class Command(BaseCommand):
         until = options["until"]
         if since and until and since >= until:
             raise wrong("--until must be later than --since.")
-        selectors = [*map(select, options["names"])]
+        selectors = [*map(Selector, options["names"])]
         narrowed = {name: options[name] for name in ("what", "since", "until", "limit")}
         rows, complete = find(selectors, **narrowed)
         held.must_be_known(selectors)
@@ -523,7 +523,7 @@ def choose(options: dict[str, Any]) -> tuple[list[HeldLock], str]:
 
     Raise an error if one was named that is not there.
     """
-    selectors = [*map(select, options["names"])]
+    selectors = [*map(Selector, options["names"])]
     locks = held.list_held(selectors)
     held.must_be_known(selectors, locks)
     chosen = []
