@@ -124,9 +124,10 @@ class SingletonTask(Attributes, DjangoTask):  # type: ignore[type-arg] # it is n
     * ``unique_until`` (None): do not send an identical call until this one has started
       (``"start"``) or finished (``"finish"``), or for ``unique_for`` seconds after its sending
       (``"expiry"``).
-    * ``unique_for`` (3600): the longest time in seconds for which a queued call stops identical
-      calls; at most 30 days. A call that has not begun stops them no longer than until 5 seconds
-      after its ``expires``.
+    * ``unique_for`` (None, which means 3600): the longest time in seconds for which a queued call
+      stops identical calls; at most 30 days. A call that has not begun stops them no longer than
+      until 5 seconds after its ``expires``. If it is set, and ``on_duplicate`` is ``"replace"``, a
+      run starts at the latest so many seconds after the first of the calls that replace each other.
     * ``on_duplicate``: ``"return"`` (default) the queued call's result, ``"raise"``
       :class:`DuplicateTask`, or ``"replace"`` the queued call, which is then skipped when a worker
       gets it.
@@ -312,7 +313,7 @@ class SingletonTask(Attributes, DjangoTask):  # type: ignore[type-arg] # it is n
                 queued_call.sender = of_run
                 seconds = seconds_to_block(merged, delay, expires)
                 result = queued_call.send(
-                    header, seconds, publish, self.AsyncResult, awaited=awaited
+                    header, options, seconds, publish, self.AsyncResult, awaited=awaited
                 )
                 return result
         result = publish()

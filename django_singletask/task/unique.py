@@ -24,9 +24,9 @@ from django_singletask.locks.ref import LockRef
 from django_singletask.locks.renewal import renewers
 from django_singletask.log import logger
 from django_singletask.stores import get_store
-from django_singletask.stores.base import Slots
+from django_singletask.stores.base import Entry, Slots
 from django_singletask.task.header import Header
-from django_singletask.task.latest import Ticket, gives_way, take_ticket
+from django_singletask.task.latest import TRIES, Ticket, gives_way, take_ticket
 from django_singletask.task.options import LockOptions
 
 # The life of an entry
@@ -66,6 +66,26 @@ from django_singletask.task.options import LockOptions
 #
 #   body:        publishes the next page .............. ends: its entry to the next page, for good
 #   next page:                            is skipped
+#
+# Series (on_duplicate="replace" with unique_for)
+#
+# A series is the calls that replace each other. Its first call writes the end of the series into
+# the entry. A call that takes the entry over copies the end, and starts then at the latest. A call
+# after the end begins a new series, although the last call of the old one may still be queued. At
+# the end, one of two producers begins the new series, and the other belongs to it:
+#
+#   producer A: reads S1: ended   takes the entry over: S2
+#   producer B: reads S1: ended                            refused   reads S2   takes it over: S2
+#
+# The end can pass before a call is published, or one clock can be a second ahead. Then the call is
+# due at once, and the last of its series. The first call of the new series does not replace it:
+#
+#   producer A: copies the end of S1   sleeps ............................ publishes: runs
+#   producer B:                                 the end of S1   begins S2
+#
+# A producer that is killed between taking the entry over and publishing leaves the end as it was,
+# and has noted no number, so the call before it runs. If the run begins first, or the cache loses
+# the entry, there is none to take over: the call begins a new series, and both run.
 
 
 EXPIRY_MARGIN = 5.0
@@ -91,6 +111,8 @@ class QueuedCall:
     """The lease that a run with ``"finish"`` has instead."""
     ticket: Ticket | None = None
     """The place of the call among the calls that replace each other."""
+    series_end = 0.0
+    """When the series of the call ends, as a Unix time; 0: it belongs to none."""
     again_until = 0.0
     """When the entry of the next try ends, after the call was sent again."""
     sender: QueuedCall | None = None
@@ -117,6 +139,7 @@ class QueuedCall:
     def send(
         self,
         header: Header,
+        message: dict[str, Any],
         seconds: float,
         publish: Callable[[], Any],
         result_of: Callable[[str], Any],
@@ -129,13 +152,14 @@ class QueuedCall:
         that is ``awaited`` by others is sent in any case, without an entry. The entry lasts for so
         many ``seconds``; 0: the call has expired, so no worker begins it, and it stops no other.
         If another base publishes the call later, or never, ``publish`` returns None. Then the entry
-        belongs to no call that is published, and is freed.
+        belongs to no call that is published, and is freed. ``message`` has Celery's options of the
+        call; its time changes if the series of the call ends earlier.
         """
         if not seconds:
             return publish()
         result = None
         try:
-            blocker = self.add(seconds)
+            blocker = self.add(header, seconds)
             # Without a task id the entry belongs to no call. Send the call; its lock decides.
             if blocker is not None and blocker.task_id and not awaited:
                 self._report_duplicate(blocker)
@@ -145,16 +169,24 @@ class QueuedCall:
             if self.is_there:
                 header.queued = self.value.decode()
             header.ticket = None
-            if not awaited:
+            if self.ticket and not awaited:
                 header.ticket = self.ticket
+                self._start_in_time(header, message)
             result = publish()
         finally:
             if result is None:
                 self._withdraw()
         if self.ticket and result is not None:
             # Let this call, which is now published, replace the calls before it.
-            gives_way(self.lock, self.ref.task or "", self.ticket)
+            gives_way(self.lock, self.ref.task or "", self.ticket, str(self.series_end))
         return result
+
+    def _start_in_time(self, header: Header, message: dict[str, Any]) -> None:
+        """Let the call start at the end of its series, if its own time is later."""
+        if 0 < self.series_end < header.due:
+            header.delay -= header.due - self.series_end
+            header.due = self.series_end
+            message |= {"countdown": None, "eta": datetime.fromtimestamp(self.series_end, UTC)}
 
     def _report_duplicate(self, blocker: Holder) -> None:
         kind = "queued"
@@ -166,7 +198,7 @@ class QueuedCall:
         caller = self.lock._replace(task_id=None).holder(0.0)
         self.lock.tell("duplicate", caller, of_call=True, blocker=blocker, reason=kind)
 
-    def add(self, seconds: float) -> Holder | None:
+    def add(self, header: Header, seconds: float) -> Holder | None:
         """Add the entry, or return the holder of the entry of an identical queued call.
 
         A call that the body of the holder sends takes over the entry of its run. A call that
@@ -178,19 +210,12 @@ class QueuedCall:
         # The producer may end while its call is queued.
         holder.pid = 0
         holder.start = ""
-        self.value = holder.encode()
         try:
-            blocker = self._insert(seconds)
-            if blocker is not None and self._take_over(blocker, seconds):
-                blocker = None
+            blocker = self._add(holder, header, seconds)
             if self.options.on_duplicate != "replace":
                 return blocker
-            self.ticket = take_ticket(self.lock, self.ref.task or "")
-            if blocker is not None:
-                entry, holder = self.ref.read_holder()
-                # The entry of a run has a process, and stays until the run is finished.
-                if entry is not None and not holder.pid:
-                    self.is_there = self._replace(entry.value, seconds)
+            self.series_end = holder.series_end
+            self.ticket = take_ticket(self.lock, self.ref.task or "", str(holder.series_end))
         except BaseException as error:
             if not isinstance(error, LockUnavailable) or self.options.on_outage == "raise":
                 if not self.is_there:
@@ -202,8 +227,50 @@ class QueuedCall:
             self.ticket = None
         return None
 
-    def _insert(self, seconds: float) -> Holder | None:
-        """Add the entry; return None if it was added, otherwise the living holder."""
+    def _add(self, holder: Holder, header: Header, seconds: float) -> Holder | None:
+        """Add an entry with this record, or return the holder of the entry that is there.
+
+        A call that replaces the queued one takes its entry over, and belongs to its series.
+        """
+        replaces = self.options.on_duplicate == "replace"
+        for _ in range(TRIES):
+            if replaces:
+                holder.series_end = self._end_of_series(header)
+            self.value = holder.encode()
+            entry = self._insert(seconds)
+            if entry is None:
+                break
+            blocker = Holder.decode(entry.value)
+            if self._take_over(blocker, seconds):
+                break
+            # The entry of a run has a process, and stays until the run is finished.
+            if blocker.pid or not replaces:
+                holder.series_end = 0.0
+                return blocker
+            holder.series_end = self._end_of_series(header, blocker.series_end)
+            self.value = holder.encode()
+            self.is_there = self._replace(entry.value, seconds)
+            if self.is_there:
+                break
+        return None
+
+    def _end_of_series(self, header: Header, queued: float = 0.0) -> float:
+        """Return the end of the queued call's series, or of the series that this call begins.
+
+        0: the series has no end.
+        """
+        is_late = header.delay >= self.options.blocks_for
+        if queued > time.time() and not (is_late and header.due > queued):
+            return queued
+        length = self.options.unique_for
+        if length is None:
+            return 0.0
+        if is_late:
+            return header.due + length
+        return header.due - header.delay + length
+
+    def _insert(self, seconds: float) -> Entry | None:
+        """Add the entry; return None if it was added, otherwise the entry of a living holder."""
         store = get_store(self.ref.cache)
         slots = Slots((self.ref.key,))
         for retries in range(MAX_RETRIES, -1, -1):
@@ -218,7 +285,7 @@ class QueuedCall:
             if proof is None or retries == 0:
                 break
             self.ref.free_dead(entry, holder, proof)
-        return holder
+        return entry
 
     def _replace(self, value: bytes, seconds: float) -> bool:
         """Replace other bytes by those of this call; return whether they were there."""
@@ -307,7 +374,7 @@ class QueuedCall:
     def _note_begin(self) -> None:
         """Note in the entry that the call has begun; it cannot expire any more."""
         queued = self.holder
-        length = self.options.unique_for
+        length = self.options.blocks_for
         begun = without_process(queued, length, kept=True).encode()
         # The entry may be gone, because a killed run's entry was freed or because the cache lost
         # it. Or the cache may not report when it ends. Then the clocks of both hosts decide how
@@ -419,7 +486,7 @@ def seconds_to_block(options: LockOptions, delay: float, expires: Any) -> float:
         left = seconds_until(expires)
     if left <= 0:
         return 0.0
-    seconds = options.unique_for
+    seconds = options.blocks_for
     if options.unique_until != "expiry":
         seconds += delay
     return min(seconds, left + EXPIRY_MARGIN, MAX_LEASE)
