@@ -36,6 +36,8 @@ def recipes() -> Iterator[SimpleNamespace]:
             "__name__": "recipes",
             "shared_task": functools.partial(app.task, shared=False),
             "rebuild_index": rebuild_index,
+            "SingletonTask": SingletonTask,
+            "Celery": functools.partial(Celery, set_as_current=False),
         }
         exec("\n".join([*blocks("guides/recipes.rst"), *blocks("faq.rst")]), names)
         yield SimpleNamespace(names=names, **names)
