@@ -45,8 +45,9 @@ class Holder(Process):
 
     ``since`` is a Unix time by the clock of the holder's host: people read it, but no lease is
     computed from it. ``timeout`` is the length of the lease in seconds. ``kept`` is true for an
-    entry that belongs to no process any more and stays for ``timeout`` seconds from ``since``. Do
-    not change a record: other code may have the same object.
+    entry that belongs to no process any more, and stays for ``timeout`` seconds after its body
+    began. ``returned`` is then true if that body has returned. Do not change a record: other code
+    may have the same object.
     """
 
     token: str
@@ -57,6 +58,7 @@ class Holder(Process):
     since: float | int
     timeout: float | int
     kept: bool = False
+    returned: bool = False
     slots: int = 1
     """How many runs may hold the lock at once, according to this holder."""
     version: int = VERSION

@@ -298,6 +298,13 @@ def signal_before_release(error: BaseException) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def signal_after_take(error: BaseException) -> Iterator[None]:
+    """Let a signal raise an error where a block begins, which has taken its lock."""
+    with mock.patch.object(lease.Lease, "enter", side_effect=error):
+        yield
+
+
 def hurry_cancelled_calls(patch: pytest.MonkeyPatch) -> None:
     """Let a cancelled call of asyncio code hardly wait for the reply to its request."""
     patch.setattr(locking, "GRACE", 0.05)
@@ -514,7 +521,7 @@ def pass_entries_at_the_end(patch: pytest.MonkeyPatch) -> None:
 
     def take_over(call: unique.QueuedCall, blocker: Holder, seconds: float) -> bool:
         entry, until = call.sender.running, clock.now() + 60
-        patch.setattr(entry, "leave_body", lambda **_: entry.leave_to(call.value, until))
+        patch.setattr(entry, "leave_body", lambda *_: entry.leave_to(call.value, until))
         call.is_there = True
         return True
 

@@ -105,8 +105,11 @@ def _check(cache: str, rows: Sequence[TaskLockEvent]) -> None:
 def _check_entry(ref: LockRef, entry: Entry, row: TaskLockEvent) -> None:
     """Report the end of a run whose entry is still in the cache, if it has ended."""
     holder = Holder.decode(entry.value)
-    if holder.kept:  # its run has returned, but the process was killed before it wrote that
-        ref.tell("released", row.holder(), outcome="released", result="returned")
+    if holder.kept:  # its body has ended, but the process was killed before it wrote that
+        result = ""
+        if holder.returned:
+            result = "returned"
+        ref.tell("released", row.holder(), outcome="released", result=result)
         return
     proof = proof_of_death(holder)
     if proof:

@@ -121,6 +121,10 @@ class Postponed(Ignore):
     """End this delivery of a message: the message was published again, with a delay."""
 
 
+ENDS_OF_BODIES = (Exception, asyncio.CancelledError, GeneratorExit)
+"""Errors that end a body. All other errors, such as ``SystemExit``, end its process or greenlet."""
+
+
 def result_of(error: BaseException) -> str:
     """Return the history's word for the end of a body, given the error that ended it."""
     if isinstance(error, Retry):
@@ -129,7 +133,7 @@ def result_of(error: BaseException) -> str:
         return "postponed"
     if isinstance(error, (Ignore, Reject)):
         return "ignored"
-    if isinstance(error, Exception):
+    if isinstance(error, ENDS_OF_BODIES):
         return "raised"
     return "terminated"  # SystemExit, for example: Celery's terminate ended the process
 
@@ -139,9 +143,10 @@ class Lease:
 
     ``length`` is the lease in seconds. If ``renews`` is true, the thread in
     :mod:`django_singletask.locks.renewal` extends it at about each third of that. A body that
-    returns keeps the entry until ``at_least`` seconds after the take. ``held`` is true from the
-    take until the release. If the lock has several slots, the take moves ``key`` to the slot that
-    it took, or after a conflict to the slot of the blocker. Without ``slots`` it has one.
+    began keeps the entry until ``at_least`` seconds after its begin, however it ends. ``held`` is
+    true from the take until the release. If the lock has several slots, the take moves ``key`` to
+    the slot that it took, or after a conflict to the slot of the blocker. Without ``slots`` it has
+    one.
 
     The state of an acquisition is here; a :class:`TaskLock` or a delivery has the lease that it
     uses now.
@@ -154,6 +159,8 @@ class Lease:
     """Until when this process trusts the lease; this and the next times are those of the clock."""
     renewed_at = 0.0
     taken_at = 0.0
+    began_at: float | None = None
+    """When the body began; None before that, and without ``at_least``."""
     longest_gap = 0.0
     retaken = 0
     """How often the cache forgot the entry and it was set again."""
@@ -553,32 +560,47 @@ class Lease:
             return
         if error is not None and not result:
             result = result_of(error)
+        has_returned = not result
+        if has_returned:
+            result = "returned"
         try:
-            self.leave(result or "returned")
+            self.leave(result, has_returned=has_returned)
         except LockUnavailable:
             logger.exception("%s could not be released; trying again.", self)
 
-    # A run that returned keeps its lock
+    # A body that began keeps its lock, however it ends (at_least)
+    #
+    # The time is counted from the begin of the body, because a limit counts bodies, and the reply
+    # to the take may come late:
+    #
+    #   body A: take -> (no reply for 5 s) ...... begins ............ ends: kept
+    #   from the take:  |---------- at_least ----------| free
+    #   body B:                                          begins: two within at_least
+    #   from the begin:                           |---------- at_least ----------| free
     #
     # The run's bytes are replaced by bytes without a process, so that the holder never counts as
     # dead. They have the run's token, so that the history counts conflicts against that run. If the
     # reply is lost, the replacement is made again, and the end stays the same:
     #
-    #   run:    returns   replace -> (no reply)            replace -> is there already: OK
-    #   store:                       replaced, until X                until X
+    #   run:    ends   replace -> (no reply)            replace -> is there already: OK
+    #   store:                    replaced, until X                until X
 
-    def leave(self, result: str = "") -> bool:
+    def leave(self, result: str = "", *, has_returned: bool = False) -> bool:
         """Delete the entry, and report the end of the lease; return whether it was still there.
 
-        ``result`` is the end of the body; one that ``"returned"`` keeps the entry for the rest of
-        ``at_least``. If this raises, the entry is owed.
+        A body that began, and whose process goes on, keeps the entry for the rest of ``at_least``.
+        ``result`` is the end of the body for the history. If this raises, the entry is owed.
         """
-        kept_until = self.taken_at + self.at_least
+        # What was postponed, skipped or superseded has not begun.
+        if self.began_at is None or result == "terminated":
+            return self.leave_to(b"", 0.0, result=result)
+        kept_until = self.began_at + self.at_least
         is_kept = clock.now() < min(kept_until, self.deadline) and not self._lost
-        if result != "returned" or not is_kept or self.is_inherited():
+        if not is_kept or self.is_inherited():
             return self.leave_to(b"", 0.0, result=result)
         self.kept = True
-        new = without_process(self.holder, self.at_least, kept=True).encode()
+        kept = without_process(self.holder, self.at_least, kept=True, returned=has_returned)
+        new = kept.encode()
         reason = f"{KEPT} {self.at_least:g} s from its start"
         return self.leave_to(new, kept_until, result=result, reason=reason)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from celery._state import get_current_task
 
+from django_singletask import clock
 from django_singletask.arguments import check_choice, check_seconds
 from django_singletask.conf import conf
 from django_singletask.exceptions import LockConflict, LockError, LockLost
@@ -56,8 +57,8 @@ class TaskLock:
     many seconds an acquisition waits for a held lock; ``math.inf``: without end. ``on_conflict``
     is what ``with`` does if the lock is held: ``"raise"`` :class:`LockConflict`, or ``"skip"``: it
     returns this object, which is then false. ``cache`` is an alias in ``CACHES`` (default
-    ``SINGLETASK_CACHE``). ``slots`` is how many holders the lock can have at once. A block that
-    ends without an error keeps the lock until ``at_least`` seconds after its start, and so does
+    ``SINGLETASK_CACHE``). ``slots`` is how many holders the lock can have at once. A block keeps
+    the lock until ``at_least`` seconds after its start, however it ends, and so does
     :meth:`release`.
 
     The lock is an entry in the cache that expires: see "Guarantees and limits" in the
@@ -202,6 +203,9 @@ class TaskLock:
             self.key = lease.key
             if in_block:
                 lease.enter()
+            # Last, so that whatever ends the take before this keeps nothing.
+            if lease.at_least:
+                lease.began_at = clock.now()
             return True
         except BaseException as error:  # Python does not call __exit__
             self._stop(origin, error)
@@ -228,6 +232,8 @@ class TaskLock:
             self.key = lease.key
             if in_block:
                 lease.enter()
+            if lease.at_least:
+                lease.began_at = clock.now()
             return True
         except BaseException as error:
             if attempts is None:

@@ -38,10 +38,10 @@ def only_one(  # type: ignore[misc] # mypy wants the overload to list all option
     string over the arguments, such as ``"sync-{user_id}"``, or a function of the arguments that
     returns the name, or None for a call that needs no lock. A skipped call returns
     ``skip_result``, or calls ``on_skip`` with the :class:`LockConflict` and the call's arguments
-    and returns its result. With ``on_conflict="raise"`` the call raises that error. A call that
-    returns keeps the lock until ``at_least`` seconds after its start. The other options are those
-    of :class:`TaskLock`. The decorator works on functions, methods (``run`` of a class-based task)
-    and coroutine functions, and below ``@shared_task`` and Django's ``@task``.
+    and returns its result. With ``on_conflict="raise"`` the call raises that error. A call
+    that began keeps the lock until ``at_least`` seconds after its start, however it ends. The other
+    options are those of :class:`TaskLock`. The decorator works on functions, methods (``run`` of a
+    class-based task) and coroutine functions, and below ``@shared_task`` and Django's ``@task``.
 
     Raises ``TypeError`` for generator functions, for task objects, for a field in ``key`` that is
     not an argument, and for a ``skip_result`` that is a function. The name comes from a recipe by

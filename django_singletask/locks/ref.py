@@ -172,7 +172,7 @@ class LockRef(NamedTuple):
         entry, holder = self.read_holder()
         if entry is None or holder.token != token:
             return False
-        if holder.kept:  # a run that returned keeps it (at_least), so its death changes nothing
+        if holder.kept:  # its body has ended (at_least), so its death changes nothing
             return False
         return self.free_dead(entry, holder, how)
 

@@ -300,11 +300,13 @@ class Renewer(Background):
         return [lease for lease in leases if lease is not None]
 
     def leave_entries(self) -> None:
-        """Leave the entries of blocks that did not; their bodies have returned."""
+        """Leave the entries of blocks that did not; their bodies have ended."""
         for twin in list(self.dead):
             self.store()  # limits the request
             self.drop(twin)
-            self.try_to(twin.leave_body)
+            # With a result of its own, the record does not say that the body returned: a signal
+            # may have ended it.
+            self.try_to(twin.leave_body, None, "returned")
             self.dead.pop(twin)  # last: release_owed() waits for it
 
     def renew(self, store: Store, leases: list[Any]) -> None:

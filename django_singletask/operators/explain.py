@@ -367,7 +367,7 @@ def _tell_completed(why: Why) -> str:
 
 
 WITHOUT_PROCESS = {
-    "kept": "for {left} more by lock_at_least; {lock} has returned",
+    "kept": "for {left} more by lock_at_least; {lock} has ended",
     "handed_over": "handed over {ago} ago by {lock}; its receiver must take it within {left}",
     "queued": "{lock}, sent {ago} ago; stops identical calls for {left} at most",
     "blocking": "{lock}, sent {ago} ago and begun; stops identical calls for {left} more",

@@ -65,7 +65,7 @@ class HeldLock(Holder):
     * ``"slow"``: held for much longer than is usual.
     * ``"starving"``: held, and for an hour or more no run has completed, while others are called.
     * ``"held"``: none of these.
-    * ``"kept"``: by a run that has returned (``lock_at_least``).
+    * ``"kept"``: by a run that has ended (``lock_at_least``).
     * ``"handed_over"``: left to a process that has not received it yet.
     * ``"blocking"``, ``"queued"``: not a lock, but the entry of a call that stops its duplicates; a
       call that blocks has begun.

@@ -54,6 +54,20 @@ message that is only marked runs. One that has met its first run is dropped. An 
 only after its earlier call has ended, because a result does not show to which of two calls it
 belongs.
 
+Kept locks: a run that has ended, and whose lock has not (lock_at_least)
+------------------------------------------------------------------------
+
+A limit counts attempts, so a body that began keeps its lock however it ends. Its record says
+whether the body returned. If it did not, its work is not done, and the lock is for its own messages
+as one of a first run that is alive: a retry, a replacement and a rejected message wait for the rest
+of the time, and are neither skipped nor dropped because of their own earlier try:
+
+    first try: begins   raises: kept ............................... ends
+    retry:                         again: waits        waits              takes the lock, runs
+
+A redelivery after a body that returned asks for the result, as above. It may find none, because the
+process was killed before it stored one. Then the record shows that the work is done.
+
 Tickets: of identical queued calls, the last runs (on_duplicate="replace")
 --------------------------------------------------------------------------
 

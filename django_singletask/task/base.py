@@ -117,8 +117,8 @@ class SingletonTask(Attributes, DjangoTask):  # type: ignore[type-arg] # it is n
       ``"requeue"``: postpone the call until it can run. A call without a message (direct,
       ``apply()``) raises instead.
     * ``lock_wait``: seconds after which ``"wait"`` or ``"requeue"`` raises; ``math.inf``: never.
-    * ``lock_at_least`` (0): a run that returns keeps the lock until so many seconds after its
-      start.
+    * ``lock_at_least`` (0): a run that began keeps the lock until so many seconds after its start,
+      however it ends, unless its process ends.
     * ``on_outage``: if the cache cannot be used, ``"raise"`` (default) :class:`LockUnavailable`,
       ``"run"`` without the lock, or ``"skip"`` the run. Unless it is ``"run"``, a message of
       ``"requeue"``, and one that was postponed before, is postponed until the cache answers.
@@ -394,6 +394,7 @@ class SingletonTask(Attributes, DjangoTask):  # type: ignore[type-arg] # it is n
         if self.request.is_eager and lease is not None:
             is_own = lease.ref.is_delivery and lease.ref.task_id == self.request.id
             if is_own:
+                lease.began_at = None  # nobody could wait for the rest of lock_at_least
                 lease.leave_body(result="ignored")
         return super().on_replace(sig)
 

@@ -321,7 +321,10 @@ class Delivery:
     def _free(self, queued_call: QueuedCall) -> None:
         """Free the entry of a queued call, unless the call or its lock goes on."""
         self._keep_entry(queued_call)
-        queued_call.give_back(kept=self.has_ended and self.lease.kept)
+        kept = None
+        if self.has_ended and self.lease.kept:
+            kept = self.lease
+        queued_call.give_back(kept, self.failure)
 
     def _keep_entry(self, queued_call: QueuedCall) -> None:
         """Keep the entry if the call was sent again, or goes back to the broker."""
@@ -384,6 +387,9 @@ class Delivery:
             self.queued_call.start()
         if self.task.stores_started:
             store_started(self.task, self.request)
+        if self.options.lock_at_least:
+            # Last, so that whatever keeps the body away keeps no lock.
+            self.lease.began_at = clock.now()
         try:
             self.result = self.body(*self.args, **self.kwargs)
         except BaseException as error:
@@ -391,11 +397,19 @@ class Delivery:
             raise
         finally:
             self.has_ended = True
+            if self.options.lock_at_least:
+                self._free_for_eager_retry()
             if self.queued_call:
                 self._keep_entry(self.queued_call)
             if self.again:
                 note(self.key, self.request.id, DONE)
         return self.result
+
+    def _free_for_eager_retry(self) -> None:
+        """Keep nothing if ``apply()`` runs the next try in this process now: nobody could wait."""
+        for end in (self.result, self.failure):
+            if isinstance(end, Retry) and end.is_eager:  # type: ignore[attr-defined]
+                self.lease.began_at = None
 
     # A message that meets its own earlier run; see task/__init__.py
 
@@ -412,7 +426,13 @@ class Delivery:
         # A retry that was sent by a body has more retries: it is not a redelivery.
         if replaces or (is_own and blocker.retries < request.retries):
             raise self.postpone("redelivery", SHORT_HOP)
-        if is_own and not blocker.kept:
+        # The run is alive, or its body has ended in another way than by returning: then the
+        # message comes again because its work is not done, and waits for the rest of lock_at_least.
+        #
+        #   first run:  begins   Reject(requeue=True)   kept .................... ends
+        #   message:                    again: kept, but not returned: waits      free: runs
+        #   its retry:                  again: kept, of an earlier try: waits     free: runs
+        if is_own and not blocker.returned:
             raise self.postpone("redelivery", redelivered=WAITS, marked=False)
         if is_own:
             header.marked = False
@@ -424,8 +444,8 @@ class Delivery:
         # A run from before this message was due belongs to another call with this id. Otherwise
         # the body has returned and keeps the lock: the call must neither fail nor run again. A skip
         # lets the rest of its chain run.
-        returned = blocker.since > header.due - CLOCK_SKEW
-        if returned and self.options.on_conflict != "skip":
+        is_of_this_call = blocker.since > header.due - CLOCK_SKEW
+        if is_of_this_call and self.options.on_conflict != "skip":
             logger.info("Task %s was delivered again after it returned: dropped.", request.id)
             raise Dropped
 

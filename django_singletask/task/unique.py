@@ -360,16 +360,16 @@ class QueuedCall:
 
     # In either
 
-    def give_back(self, *, kept: bool = False) -> None:
+    def give_back(self, kept: Lease | None = None, error: BaseException | None = None) -> None:
         """Free the entry, if there is one; retry in the background if that fails.
 
-        ``kept``: the run keeps its lock, and therefore this entry.
+        ``kept`` is the lease of the run if it keeps its lock: then this entry lives as long.
+        ``error`` has ended the run.
         """
         if self.running is not None:
-            result = "raised"
-            if kept:
-                result = "returned"
-            self.running.leave_body(result=result)
+            if kept is not None:
+                self.running.began_at = kept.began_at
+            self.running.leave_body(error)
         self._remove()
 
     def _remove(self) -> None:

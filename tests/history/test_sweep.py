@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import socket
+from contextlib import suppress
 from datetime import timedelta
 
 import pytest
@@ -124,14 +125,16 @@ def test_row_whose_token_is_found_again_must_be_missed_twice_anew(take):
     assert outcome(token) == ""
 
 
-def test_row_of_a_run_that_was_killed_after_it_had_kept_its_lock_is_closed():
-    with TaskLock("nightly", at_least=60) as lock:
-        pass
+@pytest.mark.parametrize(("error", "result"), [(None, "returned"), (ZeroDivisionError(), "")])
+def test_row_of_a_run_that_was_killed_after_it_had_kept_its_lock_is_closed(error, result):
+    with suppress(ZeroDivisionError), TaskLock("nightly", at_least=60) as lock:
+        if error is not None:
+            raise error
     TaskLockEvent.objects.update(outcome="", result="", ended_at=None)
     advance(3600)
     history.sweep()
     row = TaskLockEvent.objects.get()
-    assert (row.outcome, row.result) == ("released", "returned")
+    assert (row.outcome, row.result) == ("released", result)
     assert lock.holder().kept
 
 

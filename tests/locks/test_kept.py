@@ -1,13 +1,16 @@
-"""A lock that a run which returned keeps for a while (``lock_at_least``)."""
+"""A lock that a run which began keeps for a while (``lock_at_least``)."""
 
 from __future__ import annotations
 
+import asyncio
 import pickle
 import re
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from celery.exceptions import Ignore, Reject, Retry, SoftTimeLimitExceeded
@@ -20,7 +23,14 @@ from django_singletask.models import TaskLockEvent
 from tests import inside
 from tests.admin_pages import BASE, CLEAR, log_in, rows_of, text_of
 from tests.command_line import alarm, locks
-from tests.deliveries import collect_sent, held_by, receive, wait_for_debts
+from tests.deliveries import (
+    at_the_first_pause,
+    collect_sent,
+    held_by,
+    receive,
+    receive_sent,
+    wait_for_debts,
+)
 from tests.entries import eventually
 from tests.testapp import tasks
 
@@ -78,15 +88,110 @@ def test_a_run_that_took_longer_frees_its_lock():
     assert not tasks.hold.lock("a").locked()
 
 
-@pytest.mark.parametrize("error", [ValueError(), Retry(), Ignore(), Reject()])
-def test_a_run_that_did_not_return_frees_its_lock(monkeypatch, error):
+def raising(error):
+    """Return a body that ends with this error."""
+
     def body(*args, **facts):
         raise error
 
-    monkeypatch.setattr(tasks, "body", body)
-    with pytest.raises(type(error)):
-        run()
+    return body
+
+
+def fail(error, *args, **facts):
+    """Run a call whose body ends with this error."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tasks, "body", raising(error))
+        with pytest.raises(type(error)):
+            run(*args, **facts)
+
+
+BEGAN = [ValueError(), Retry(), Ignore(), Reject(), SoftTimeLimitExceeded()]
+
+
+@pytest.mark.parametrize("error", BEGAN, ids=repr)
+def test_a_run_that_began_keeps_its_lock_however_its_body_ends(error):
+    fail(error)
+    assert not kept_holder().returned
+    assert run("second") == "skipped"
+
+
+def test_the_record_says_that_the_body_has_returned():
+    run()
+    assert kept_holder().returned
+
+
+def test_a_body_that_releases_its_lock_has_not_returned(monkeypatch):
+    monkeypatch.setattr(tasks, "body", lambda *args, **facts: current_lock().release())
+    run()
+    assert not kept_holder().returned
+
+
+@pytest.mark.parametrize("error", [SystemExit(), KeyboardInterrupt()], ids=repr)
+def test_a_process_that_ends_frees_its_lock(error):
+    fail(error)
     assert not tasks.hold.lock("a").locked()
+
+
+def test_a_body_frees_its_lock_earlier_by_handing_it_over(monkeypatch):
+    monkeypatch.setattr(tasks, "body", lambda *args, **facts: current_lock().hand_over(for_=0.2))
+    run()
+    eventually(lambda: not tasks.hold.lock("a").locked())
+
+
+class TestABodyThatNeverBegan:
+    """It keeps nothing, although its delivery had the lock."""
+
+    def test_because_an_error_kept_it_away(self, monkeypatch):
+        monkeypatch.setattr(tasks.hold, "stores_started", True)
+        store = Mock(side_effect=SoftTimeLimitExceeded())
+        monkeypatch.setattr(tasks.hold.backend, "store_result", store)
+        with pytest.raises(SoftTimeLimitExceeded):
+            run()
+        assert not tasks.hold.lock("a").locked()
+
+    def test_because_it_was_postponed(self, sent, result):
+        """It has the lock, and hops once to see the result of its first run."""
+        header = {"options": KEEP, **inside.WAITS}
+        with inside.postponed():
+            receive(tasks.hold, "a", task_id="first", header=header)
+        assert not tasks.hold.lock("a").locked()
+
+    def test_because_a_later_call_replaced_it_while_it_waited(self, sent, monkeypatch):
+        task = tasks.latest
+        task.apply_async(("a",), lock_options=KEEP)
+        older = sent[0]
+
+        def replace_it():
+            task.apply_async(("a",), lock_options=KEEP)
+            task.lock("a").clear()
+
+        at_the_first_pause(monkeypatch, replace_it)
+        inside.write(task.lock("a"), b"another")
+        assert receive_sent(task, older) == "superseded"
+        assert not task.lock("a").locked()
+
+    def test_because_a_signal_came_during_the_take(self):
+        lock = TaskLock("nightly", at_least=60)
+        with inside.signal_after_take(SoftTimeLimitExceeded()):
+            with pytest.raises(SoftTimeLimitExceeded), lock:
+                raise AssertionError("the block began")
+        wait_for_debts()
+        assert not lock.locked()
+
+
+def test_the_time_is_counted_from_the_begin_of_the_body(monkeypatch):
+    """The reply to the take may come late."""
+    with pytest.MonkeyPatch.context() as patch:
+        clock = inside.stop_clock(patch)
+
+        def answer_late(take, *args, **options):
+            reply = take(*args, **options)
+            clock.now += 5
+            return reply
+
+        with inside.handled("take", answer_late):
+            run()
+    assert tasks.hold.lock("a").remaining() > 59
 
 
 def test_a_lock_that_was_lost_is_not_kept(monkeypatch):
@@ -230,6 +335,48 @@ class TestItsOwnMessageAgain:
         header |= inside.READS
         assert receive(tasks.hold, "a", task_id="mine", header=header) == "skipped"
 
+    @pytest.mark.parametrize("policy", ["skip", "raise", "wait", "requeue"])
+    @pytest.mark.parametrize("error", [Reject(requeue=True), ValueError()], ids=repr)
+    def test_waits_and_runs_if_its_body_did_not_return(self, sent, result, policy, error):
+        """Its work is not done, so it is neither dropped nor skipped.
+
+        first run:  begins   Reject(requeue=True): kept ............... ends
+        message:                                    again: waits               runs
+        """
+        options = {"lock_at_least": 60, "on_conflict": policy, "lock_wait": 5}
+        fail(error, "mine", options=options)
+        with inside.postponed():
+            run("mine", options=options)
+        for _ in range(3):
+            with inside.postponed():
+                receive_sent(tasks.hold, sent[-1])
+        assert inside.WAITS.items() <= inside.header_of(sent[-1]["headers"]).items()
+        tasks.hold.lock("a").clear()
+        with inside.postponed():
+            receive_sent(tasks.hold, sent[-1])
+        assert receive_sent(tasks.hold, sent[-1]) == "ran"
+
+    @pytest.mark.parametrize("policy", ["skip", "raise", "wait", "requeue"])
+    def test_waits_if_it_is_the_next_try_of_a_body_that_raised(self, sent, result, policy):
+        options = {"lock_at_least": 60, "on_conflict": policy, "lock_wait": 5}
+        fail(Retry(), "mine", options=options)
+        with inside.postponed():
+            run("mine", options=options, retries=1, expires="2130-01-01")
+        for _ in range(3):
+            with inside.postponed():
+                receive_sent(tasks.hold, sent[-1], retries=1, expires="2130-01-01")
+        assert sent[-1]["expires"] == "2130-01-01"
+        tasks.hold.lock("a").clear()
+        assert receive_sent(tasks.hold, sent[-1], retries=1) == "ran"
+
+    def test_waits_for_the_slot_of_its_earlier_try(self, sent, result):
+        """Another slot is free."""
+        options = {**KEEP, "lock_slots": 3}
+        fail(Retry(), "mine", options=options)
+        with inside.postponed():
+            run("mine", options=options, retries=1)
+        assert run("another", options=options) == "ran"
+
     def test_waits_if_it_is_the_next_try(self, sent, result):
         """``self.retry(throw=False)`` lets the body return."""
         run("mine")
@@ -252,12 +399,84 @@ def test_only_one():
     assert TaskLock("guarded").holder().kept
 
 
-def test_the_entry_of_the_queued_call_is_kept_as_long(sent):
+@pytest.mark.parametrize("error", [ValueError(), GeneratorExit()], ids=repr)
+def test_a_block_that_raises_keeps_its_lock(error):
+    lock = TaskLock("nightly", at_least=60)
+    with pytest.raises(type(error)), lock:
+        raise error
+    assert not lock.holder().returned
+
+
+def test_a_lock_that_was_acquired_is_kept_at_its_release():
+    lock = TaskLock("nightly", at_least=60)
+    lock.acquire()
+    lock.release()
+    assert lock.holder().kept
+
+
+def test_a_block_of_asyncio_code_that_is_cancelled_keeps_its_lock():
+    lock = TaskLock("nightly", at_least=60)
+
+    async def body():
+        async with lock:
+            await asyncio.Event().wait()
+
+    async def cancel():
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(body(), 0.5)
+
+    asyncio.run(cancel())
+    assert lock.holder().kept
+
+
+class TestEager:
+    """The next try runs in this process, inside ``apply()``: nobody could wait for the rest."""
+
+    @pytest.fixture
+    def tries(self):
+        return []
+
+    @pytest.fixture(params=["raised", "returned", "autoretry", "replace"])
+    def task(self, request, tries):
+        options = {"base": SingletonTask, "shared": False, "bind": True, **KEEP}
+        if request.param == "autoretry":
+            options |= {"autoretry_for": (ZeroDivisionError,), "retry_backoff": False}
+        options |= {"lock_on": [], "default_retry_delay": 0, "name": "tests.eager"}
+
+        @tasks.hold.app.task(**options)
+        def work(self, number):
+            tries.append(number)
+            if len(tries) > 1:
+                return "ran"
+            if request.param == "autoretry":
+                return 1 / 0
+            if request.param == "replace":
+                return self.replace(work.si(number))
+            return self.retry(throw=request.param == "raised")
+
+        yield work
+        tasks.hold.app.tasks.pop("tests.eager")
+
+    def test_it_is_freed_for_the_next_try_which_keeps_it(self, task, tries):
+        assert task.apply((7,)).get() == "ran"
+        assert tries == [7, 7]
+        assert task.lock(7).holder().returned
+
+
+@pytest.mark.parametrize("error", [None, ZeroDivisionError()], ids=repr)
+def test_the_entry_of_the_queued_call_is_kept_as_long(sent, monkeypatch, error):
     task = tasks.unique_to_the_end
     task.apply_async(("a",), lock_options=KEEP)
     message = sent[0]
-    receive(task, "a", task_id=message["task_id"], header=inside.header_of(message["headers"]))
+    outcome = nullcontext()
+    if error is not None:
+        monkeypatch.setattr(tasks, "body", raising(error))
+        outcome = pytest.raises(ZeroDivisionError)
+    with outcome:
+        receive_sent(task, message)
     assert task.lock("a").holder().kept
+    left = inside.read(inside.queued_entry(task, "a")).remaining
+    assert left == pytest.approx(task.lock("a").remaining(), abs=0.5)
     assert task.queued("a") is None
     assert task.apply_async(("a",)).id == message["task_id"]
     assert len(sent) == 1
@@ -270,6 +489,16 @@ def test_the_entry_of_the_queued_call_is_freed_if_the_lock_was_lost(sent, monkey
     monkeypatch.setattr(tasks, "body", lambda *args, **facts: current_lock().clear())
     message = sent[0]
     receive(task, "a", task_id=message["task_id"], header=inside.header_of(message["headers"]))
+    task.apply_async(("a",))
+    assert len(sent) == 2
+
+
+def test_the_entry_of_the_queued_call_is_freed_if_its_process_ends(sent, monkeypatch):
+    task = tasks.unique_to_the_end
+    task.apply_async(("a",), lock_options=KEEP)
+    monkeypatch.setattr(tasks, "body", raising(SystemExit()))
+    with pytest.raises(SystemExit):
+        receive_sent(task, sent[0])
     task.apply_async(("a",))
     assert len(sent) == 2
 
@@ -297,7 +526,7 @@ class TestOperators:
     def test_why(self):
         run()
         text = " ".join(locks("why", tasks.hold.lock("a").name).split())
-        kept = r" held for 5\ds more by lock_at_least; task first on \S+ has returned "
+        kept = r" held for 5\ds more by lock_at_least; task first on \S+ has ended "
         assert re.search(kept, text)
         assert f"manage.py locks clear {kept_holder().token}" in text
 

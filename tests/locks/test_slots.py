@@ -389,14 +389,14 @@ class TestOperators:
         text = locks("why", three[1].key)
         assert text.count("  slot       held, for ") == 2
 
-    def test_why_says_of_a_kept_slot_that_its_run_has_returned(self, monkeypatch, tmp_path):
+    def test_why_says_of_a_kept_slot_that_its_run_has_ended(self, monkeypatch, tmp_path):
         monkeypatch.setenv("SINGLETASK_TEST_LOG", str(tmp_path / "log"))
         for task_id in ("first", "second"):
             options = {"lock_slots": 2, "lock_at_least": 60}
             receive(tasks.hold, "a", task_id=task_id, header={"options": options})
         text = " ".join(locks("why", tasks.hold.lock("a").name).split())
         assert re.search(
-            r" slot kept, for \d+s more by lock_at_least; task second on \S+ has returned ", text
+            r" slot kept, for \d+s more by lock_at_least; task second on \S+ has ended ", text
         )
 
     def test_why_of_a_lock_whose_first_slot_is_free(self, three):

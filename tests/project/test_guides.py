@@ -12,7 +12,8 @@ from celery import Celery
 from celery.beat import Scheduler, SchedulingError
 from celery.exceptions import Ignore, Retry
 
-from django_singletask import LockConflict, SingletonTask, TaskLock
+from django_singletask import LockConflict, SingletonTask, TaskLock, current_lock
+from tests.deadline import wait_for
 from tests.deliveries import collect_sent, deliver, held_by, receive
 from tests.guides import blocks
 from tests.testapp import tasks
@@ -32,7 +33,7 @@ def limits(app):
     names: dict[str, Any] = {
         "__name__": "limits",
         "shared_task": functools.partial(app.task, shared=False, lazy=False),
-        **{cls.__name__: cls for cls in (LockConflict, SingletonTask, TaskLock)},
+        **{each.__name__: each for each in (LockConflict, SingletonTask, TaskLock, current_lock)},
     }
     exec("\n".join(blocks("guides/rate-limits.rst")), names)
     return SimpleNamespace(names=names, **names)
@@ -46,11 +47,20 @@ def fail():
 def test_a_pause_counts_from_the_end_and_depends_on_it(limits, fetch, pause):
     limits.names["fetch"] = fetch
     with suppress(ZeroDivisionError):
-        limits.poll.run()
-    assert pause - 30 < TaskLock("poll").remaining() <= pause
+        limits.poll()
+    assert pause - 30 < limits.poll.lock().remaining() <= pause
     limits.names["fetch"] = lambda: pytest.fail("it is the pause")
-    limits.poll.run()
-    assert TaskLock("poll").clear()
+    limits.poll()
+    assert limits.poll.lock().clear()
+
+
+def test_a_short_pause_frees_a_lock_before_its_time(app):
+    @app.task(base=SingletonTask, lock_at_least=600)
+    def free_early():
+        current_lock().hand_over(for_=0.1)
+
+    free_early()
+    wait_for(lambda: not free_early.lock().locked(), "it is free")
 
 
 def test_calls_with_other_numbers_share_the_first_slots(take):
