@@ -9,6 +9,7 @@ import json
 import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
 from decimal import Decimal
+from pathlib import PurePath
 from typing import Any, TypeAlias
 
 from django.utils.functional import Promise
@@ -16,7 +17,7 @@ from django.utils.functional import Promise
 encode = json.JSONEncoder(sort_keys=True, separators=(",", ":")).encode
 
 _PLAIN = frozenset({str, float, bool, type(None)})
-_TEXT = (uuid.UUID, Decimal, Promise, datetime.timedelta)
+_TEXT = (uuid.UUID, Decimal, Promise, PurePath, datetime.timedelta)
 _DATES = (datetime.date, datetime.time)
 TOO_DEEP = (
     "refers to itself or is nested too deeply to compare calls. Leave it out with lock_on=[…]."

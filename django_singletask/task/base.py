@@ -70,6 +70,11 @@ def check_definition(cls: type, base: type) -> None:
     run = own.get("run")
     if run is not None:
         refuse_deferred(inspect.unwrap(getattr(run, "__func__", run)), f"{what}")
+    if callable(cls.Strategy):  # type: ignore[attr-defined] # Celery's is a path
+        raise TypeError(
+            f"{what} has a Strategy of its own, as with celery-batches: its body gets messages "
+            "without their locks. Use the other base alone, and take a TaskLock in the body."
+        )
     for inner in cls.__mro__[cls.__mro__.index(Task) + 1 : -1]:  # all but object
         if "__call__" in inner.__dict__:
             raise TypeError(
@@ -182,8 +187,14 @@ class SingletonTask(Attributes, DjangoTask):  # type: ignore[type-arg] # it is n
         looks at the tasks. A worker runs the checks before it takes a message.
 
         And take over ``track_started`` from Celery, which would store STARTED before the call.
+
+        Celery's own tasks are of this class, too, if it is the ``task_cls`` of the application.
+        They take no lock: a skipped ``celery.accumulate`` would lose the result of a workflow.
         """
         super().on_bound(app)
+        if is_of_celery(cls):
+            cls.lock_on = None
+            cls.lock_name = staticmethod(lambda **arguments: None)
         cls._options_are_checked = False
         if cls.track_started:
             cls.track_started = False
@@ -497,6 +508,11 @@ class SingletonTask(Attributes, DjangoTask):  # type: ignore[type-arg] # it is n
             super().push_request(*args, **kwargs)
 
 
+def is_of_celery(task: type) -> bool:
+    """Return whether a class is that of a task of Celery itself: ``celery.chord_unlock``."""
+    return task.__module__ == "celery.app.builtins"
+
+
 def import_tasks() -> None:
     """Import the task modules that a worker imports.
 
@@ -514,4 +530,8 @@ def import_tasks() -> None:
 def singleton_tasks() -> dict[str, SingletonTask]:
     """Return the registered tasks that take locks, sorted by name; see :func:`import_tasks`."""
     tasks = sorted(current_app.tasks.items())
-    return {name: task for name, task in tasks if isinstance(task, SingletonTask)}
+    return {
+        name: task
+        for name, task in tasks
+        if isinstance(task, SingletonTask) and not is_of_celery(type(task))
+    }

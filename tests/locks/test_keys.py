@@ -13,6 +13,7 @@ from collections import OrderedDict, namedtuple
 from collections.abc import Callable
 from decimal import Decimal
 from functools import partial
+from pathlib import PurePosixPath
 from typing import Any
 
 import pytest
@@ -132,6 +133,7 @@ FORMS: list[tuple[Any, list[Any], list[Any]]] = [
     ({1, 2, 10}, [frozenset([10, 2, 1])], [{1, 2}]),
     ({(1, 2), (1, 3)}, [{(1, 3), (1, 2)}], []),
     (Decimal("1.10"), ["1.10"], [1.1, Decimal("1.1")]),
+    (PurePosixPath("a/b"), [PurePosixPath("a/./b"), "a/b"], ["a", ["a", "b"]]),
     (datetime.date(2026, 1, 2), ["2026-01-02"], [datetime.datetime(2026, 1, 2)]),
     (datetime.timedelta(seconds=1), [], [datetime.timedelta(microseconds=1)]),
 ]

@@ -580,6 +580,15 @@ def test_an_annotation_that_is_no_option_gives_a_warning(app, check_task, task, 
     assert message.hint.startswith(f"Correct the name: {hint}")
 
 
+def test_of_a_whole_project_only_its_own_tasks_are_checked(app):
+    app.task_cls = SingletonTask
+    app.conf.task_annotations = {"*": {"lock_timout": 7}}
+    app.task(two, name="own.task", shared=False)
+    checked = {message.obj for message in checks.check_tasks()}
+    assert "own.task" in checked
+    assert not [name for name in checked if name.startswith("celery.")]
+
+
 def test_annotations_of_other_tasks_and_of_options_that_a_base_has_are_fine(app, check_task):
     class Own(SingletonTask):
         abstract = True

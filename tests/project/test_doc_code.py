@@ -68,6 +68,7 @@ def names(monkeypatch) -> Iterator[Names]:
         ):
             monkeypatch.setitem(sys.modules, absent, MagicMock())
         monkeypatch.setitem(sys.modules, "health_check.base", SimpleNamespace(HealthCheck=object))
+        monkeypatch.setitem(sys.modules, "celery_batches", SimpleNamespace(Batches=celery.Task))
         # Only Django 6.0 has it, and a @task needs a module that can be imported.
         monkeypatch.setitem(sys.modules, "django.tasks", MagicMock())
         monkeypatch.setitem(sys.modules, "feeds.tasks", SimpleNamespace(import_feed=MagicMock()))

@@ -63,6 +63,19 @@ def test_a_short_pause_frees_a_lock_before_its_time(app):
     wait_for(lambda: not free_early.lock().locked(), "it is free")
 
 
+def test_a_429_pauses_the_calls_of_its_key_alone(limits):
+    answer = SimpleNamespace(status_code=429, headers={"Retry-After": "30"})
+    limits.names["requests"] = SimpleNamespace(get=lambda address: answer)
+    with pytest.raises(Retry) as retry:
+        receive(limits.fetch_orders, 7, "monday")
+    assert retry.value.when == 30
+    answer.status_code = 200
+    with pytest.raises(Ignore):  # it is postponed
+        receive(limits.fetch_orders, 7, "tuesday", task_id="another")
+    receive(limits.fetch_orders, 8, "monday")
+    assert limits.fetch_orders.lock(7).clear()
+
+
 def test_calls_with_other_numbers_share_the_first_slots(take):
     """A plan of 1 waits for slot 1, although 2 and 3 are free for a plan of 3."""
     first = take("export", slots=3)

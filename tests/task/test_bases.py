@@ -11,7 +11,7 @@ from celery import Celery, Task
 from celery.app.trace import _install_stack_protection, reset_worker_optimizations
 from django.db import connection, transaction
 
-from django_singletask import DuplicateTask, SingletonTask, current_lock
+from django_singletask import DuplicateTask, LockError, SingletonTask, current_lock
 from tests.deliveries import collect_sent, deliver, held_by
 
 pytestmark = [
@@ -218,6 +218,29 @@ def test_one_that_is_no_task_is_refused_behind_the_lock() -> None:
 
         class Behind(SingletonTask, Mixin):
             pass
+
+
+class Batches(Task):
+    """As celery-batches does it: the messages of many calls are the argument of one body."""
+
+    def Strategy(self, *args: Any) -> Any:
+        raise AssertionError("no worker starts here")
+
+
+@pytest.mark.parametrize("bases", [(SingletonTask, Batches), (Batches, SingletonTask)])
+def test_one_that_receives_the_messages_itself_is_refused(bases: Any) -> None:
+    with pytest.raises(TypeError, match="Both has a Strategy of its own, as with celery-batches"):
+        type("Both", bases, {})
+
+
+@pytest.mark.parametrize("options", [{}, {"lock_on": ["tenant"]}, {"lock_name": "all"}])
+def test_the_tasks_of_celery_itself_take_no_lock(options: dict[str, Any]) -> None:
+    with Celery("whole", task_cls=SingletonTask, set_as_current=False) as app:
+        app.conf.task_annotations = {"*": options}
+        accumulate = app.tasks["celery.accumulate"]
+        assert accumulate.apply((["a"],), {"index": 0}).get() == ["a"]
+        with pytest.raises(LockError, match="takes no lock"):
+            accumulate.lock(["a"], index=0)
 
 
 class ForUser(Task):

@@ -12,10 +12,12 @@ from typing import Any
 
 import pytest
 from celery import Celery
+from celery.exceptions import Retry
 from django.db import transaction
 
 from django_singletask import LockConflict, SingletonTask, TaskLock
 from tests.deadline import wait_for
+from tests.deliveries import held_by, receive
 from tests.guides import blocks
 
 ACCOUNTS = ["account:1", "account:2"]
@@ -36,6 +38,8 @@ def recipes() -> Iterator[SimpleNamespace]:
             "__name__": "recipes",
             "shared_task": functools.partial(app.task, shared=False),
             "rebuild_index": rebuild_index,
+            "SingletonTask": SingletonTask,
+            "Celery": functools.partial(Celery, set_as_current=False),
         }
         exec("\n".join([*blocks("guides/recipes.rst"), *blocks("faq.rst")]), names)
         yield SimpleNamespace(names=names, **names)
@@ -129,6 +133,16 @@ class TestUntilCommit:
 def test_the_bare_body_runs_beside_the_holder(recipes, name):
     with recipes.rebuild_index.lock(full=True):
         assert getattr(recipes, name)() == "rebuilt, full=True"
+
+
+def test_a_new_call_cancels_the_run_that_holds_the_lock(recipes, monkeypatch):
+    revoked = []
+    monkeypatch.setattr(
+        recipes.render.app.control, "revoke", lambda *args, **options: revoked.append(args)
+    )
+    with held_by("the old run", task=recipes.render), pytest.raises(Retry):
+        receive(recipes.render, "a", {}, task_id="the new call")
+    assert revoked == [("the old run",)]
 
 
 def test_the_ported_lock_of_redis_py_runs_its_work_locked_or_not_at_all(take):
