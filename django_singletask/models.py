@@ -64,11 +64,12 @@ def hold_end(
 
 
 def is_over(row: TaskLockEvent) -> bool:
-    """Return whether the first lease of a hold has ended.
+    """Return whether the first lease of a hold has ended, which its process should have renewed.
 
-    False of a hold in another cache than that of this process, which does not ask that cache.
+    False of a hold in another cache than that of this process, which does not ask that cache; and
+    of a lock that was left to a receiver.
     """
-    if row.cache not in ("", conf.cache):
+    if row.cache not in ("", conf.cache) or row.was_left:
         return False
     return ago(row.at) > row.timeout
 
@@ -183,6 +184,11 @@ class TaskLockEvent(models.Model):
         if self.is_counted or self.outcome == "unguarded":
             return False
         return not self.key.startswith(QUEUED)
+
+    @property
+    def was_left(self) -> bool:
+        """Whether the lock was handed over: it has no process, and ends as its holder wanted."""
+        return self.fixed and not self.pid
 
     @property
     def hold_ended_at(self) -> datetime | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
+from datetime import timedelta
 from uuid import uuid4
 
 from django.conf import settings
@@ -91,6 +92,10 @@ def _check(cache: str, rows: Sequence[TaskLockEvent]) -> None:
             if row.noticed_at or row.fixed:
                 back_again.append(row.pk)
             _check_entry(ref, entry, row)
+        elif row.was_left:
+            end = row.at + timedelta(seconds=row.timeout)
+            reason = "nobody received it"
+            ref.tell("released", row.holder(), at=end, outcome="released", reason=reason)
         elif row.noticed_at is None:
             newly_missing.append(row.pk)
         elif ago(row.noticed_at) >= row.timeout:

@@ -121,6 +121,7 @@ class LockRef(NamedTuple):
         """
         if self.silent or not lock_event.receivers:
             return
+        facts.setdefault("at", datetime.now(UTC))
         if not of_call:
             facts["token"] = holder.token
             facts["timeout"] = holder.timeout
@@ -133,7 +134,6 @@ class LockRef(NamedTuple):
             kind=kind,
             name=self.name,
             key=self.key,
-            at=datetime.now(UTC),
             cache=self.cache,
             task=holder.task or "",
             task_id=holder.task_id or "",

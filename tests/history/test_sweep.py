@@ -69,6 +69,22 @@ def test_row_whose_token_is_gone_at_two_looks_is_expired(take):
     assert expired.actor == f"{socket.gethostname()}:{os.getpid()}"
 
 
+def test_a_lock_that_was_handed_over_and_not_received_is_no_trouble(take, caplog):
+    """``hand_over()`` is also how a body pauses its key, or frees it early."""
+    lock = take("nightly", timeout=10)
+    lock.hand_over(for_=10)
+    caches["redis"].delete(lock.key)
+    advance(11)
+    pause = TaskLockEvent.objects.filter(kind="run").latest("at")
+    assert [*TaskLockEvent.objects.open()] == [pause]
+    assert locks_as_json()["locks"] == []
+    history.sweep()
+    pause.refresh_from_db()
+    assert (pause.outcome, pause.reason) == ("released", "nobody received it")
+    assert (pause.hold_ended_at - pause.at).total_seconds() == 10
+    assert caplog.messages == []
+
+
 def test_fixed_lease_that_expired_ended_when_its_time_was_over(take):
     token, _value = lose_host(take("nightly", timeout=10, renew=False))
     for _ in range(2):
