@@ -123,12 +123,15 @@ class held_by:
         inside.free(self.lock, self.value)
 
 
-def leave_lock(lock: Any, alias: str, *, length: float, left: float, **changes: Any) -> None:
+def leave_lock(
+    lock: Any, alias: str, *, length: float, left: float, slot: int = 0, **changes: Any
+) -> None:
     """Let a lock be there that a run has left for ``length`` seconds, of which some are left."""
     holder = inside.holder_of(lock, task_id="another")
     changes = {"pid": 0, "start": "", "since": time.time() - length + left, **changes}
     holder = replace(holder, timeout=length, **changes)
-    inside.put_entry(lock.key, holder.encode(), max(left, 0.5), alias)
+    key = inside.slot_keys(lock)[slot]
+    inside.put_entry(key, holder.encode(), max(left, 0.5), alias)
 
 
 def wait_for_debts() -> None:

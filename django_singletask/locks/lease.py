@@ -121,8 +121,13 @@ class Postponed(Ignore):
     """End this delivery of a message: the message was published again, with a delay."""
 
 
-ENDS_OF_BODIES = (Exception, asyncio.CancelledError, GeneratorExit)
-"""Errors that end a body. All other errors, such as ``SystemExit``, end its process or greenlet."""
+try:
+    from greenlet import GreenletExit
+except ImportError:
+    ENDS_OF_PROCESSES: tuple[type[BaseException], ...] = (SystemExit, KeyboardInterrupt)
+else:
+    ENDS_OF_PROCESSES = (SystemExit, KeyboardInterrupt, GreenletExit)
+"""Errors that end a process or a greenlet. All others end a body."""
 
 
 def result_of(error: BaseException) -> str:
@@ -133,9 +138,9 @@ def result_of(error: BaseException) -> str:
         return "postponed"
     if isinstance(error, (Ignore, Reject)):
         return "ignored"
-    if isinstance(error, ENDS_OF_BODIES):
-        return "raised"
-    return "terminated"  # SystemExit, for example: Celery's terminate ended the process
+    if isinstance(error, ENDS_OF_PROCESSES):
+        return "terminated"  # SystemExit, for example, by Celery's terminate
+    return "raised"
 
 
 class Lease:
@@ -198,6 +203,8 @@ class Lease:
     """The other holder that was met last, until the entry is taken."""
     blocker_remaining: float | None = None
     """The rest of its lease in seconds; None where the cache does not report it."""
+    free_in = math.inf
+    """After how many seconds the first slot ends that was met; infinite if that is not known."""
     others: Sequence[Holder] = ()
     """The holders of all slots."""
     is_behind_itself = False
@@ -372,6 +379,9 @@ class Lease:
             ranks[key] = self._rank(entry, holders[key], proofs[key])
         self.others = list(holders.values())
         key = min(ranks, key=ranks.__getitem__)  # the key whose rank is lowest
+        is_not_own = ranks[key][0]
+        # A message that meets its own run waits for that slot, and others for any.
+        self.free_in = min([rank[-1] for rank in ranks.values() if rank[0] == is_not_own])
         holder = holders[key]
         proof = proofs[key]
         if key != self.key:
@@ -386,11 +396,17 @@ class Lease:
         return True
 
     def _rank(self, entry: Entry, holder: Holder, proof: str | None) -> tuple[Any, ...]:
-        """Return how far behind an entry is when a blocker is chosen: the lowest comes first."""
+        """Return how far behind an entry is when a blocker is chosen: the lowest comes first.
+
+        memcached does not report when an entry ends. The record shows it only if the lock is kept
+        or was handed over, because a living holder renews its lock.
+        """
         is_run_itself = self.slots.mark in entry.value  # without a mark, this is true of each
         ends_in = entry.remaining
         if ends_in is None:
             ends_in = math.inf
+            if holder.token and not holder.pid:
+                ends_in = holder.since + holder.timeout - time.time()
         return not is_run_itself, proof is None, holder.token != self.waits_behind, ends_in
 
     def may_wait(self, wait: float, until: float) -> bool:

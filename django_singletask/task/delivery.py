@@ -60,29 +60,6 @@ def visibility_timeout(app: Celery) -> float:
     return float(transport.get("visibility_timeout") or 3600)
 
 
-def seconds_to_end(lease: Lease) -> float:
-    """Return after how many seconds the lock may be free that a lease has met; infinite: unknown.
-
-    A lock that is kept or handed over ends then. One whose holder lives is renewed before. The
-    store knows the end best. memcached does not report it, and the record of a holder that renews
-    does not show it. There the end is that of the record, by the clock of its host:
-
-        record:     since ------------ timeout -------------| end
-        memcached:  counts whole seconds                        ... ends, up to 2 s later
-        message:                 hop ----------------------->  >1 s> free: takes the lock
-
-    A hop to an end that is near is not shorter than another first hop, because a message that waits
-    for one of many slots would hop at the end of each.
-    """
-    seconds = lease.blocker_remaining
-    if seconds is None:
-        blocker = lease.blocker
-        if blocker is None or blocker.pid or not blocker.token:
-            return math.inf
-        seconds = blocker.since + blocker.timeout - time.time()
-    return max(seconds + END_MARGIN, FIRST_HOP)
-
-
 def hop(app: Celery, lease: Lease, first: float, hops: int, at_most: float = math.inf) -> float:
     """Return the seconds until the next delivery of a message that was postponed ``hops`` times.
 
@@ -90,6 +67,15 @@ def hop(app: Celery, lease: Lease, first: float, hops: int, at_most: float = mat
     early must be found, and because the broker delivers a message again that waits longer than the
     visibility timeout. No hop is longer than until the lock ends. If the broker cannot delay a
     message for as short as ``at_most``, this waits, and returns 0.
+
+    memcached counts whole seconds, so an entry lasts up to 2 s longer than its record says:
+
+        record:     since ------------ timeout -------------| end
+        memcached:                                                ... ends
+        message:              hop -------------------------->  1 s> free: takes the lock
+
+    A hop to an end that is near is not shorter than another first hop, because a message that waits
+    for one of many slots would hop at the end of each.
     """
     length = lease.length
     if lease.blocker is not None:
@@ -101,7 +87,8 @@ def hop(app: Celery, lease: Lease, first: float, hops: int, at_most: float = mat
     if hops > 0:  # after a short first hop, continue with the ordinary ones
         seconds = max(first, FIRST_HOP) * 1.5 ** min(hops - 1, 20)
     seconds = min(seconds, longest) * random.uniform(0.75, 1)
-    seconds = min(seconds, seconds_to_end(lease), at_most)
+    until_free = max(lease.free_in + END_MARGIN, FIRST_HOP)
+    seconds = min(seconds, until_free, at_most)
     if not has_quorum_queues(app):
         return seconds
     # RabbitMQ delays a message itself, for a whole second at least.

@@ -236,6 +236,28 @@ class TestHopsKnowTheEnd:
         assert self.hop(sent, cache_alias, left=20, kept=kept) == pytest.approx(20.05, abs=2)
 
     @ON_BOTH
+    @pytest.mark.parametrize("met", [{}, {"met": "long"}], ids=["", "met"])
+    def test_of_several_slots_the_first_end_counts(self, cache_alias, sent, met):
+        """Also if the message was reported as waiting for the run that keeps another slot."""
+        call = {"lock_slots": 2, "on_conflict": "requeue"}
+        lock = tasks.hold.lock("a")
+        leave_lock(lock, cache_alias, length=HOUR, left=HOUR - 100, kept=True, token="long")
+        leave_lock(lock, cache_alias, slot=1, length=HOUR, left=20, kept=True, token="short")
+        with postponed():
+            receive(tasks.hold, "a", header={**MANY, **met, "options": call})
+        assert sent[-1]["countdown"] == pytest.approx(20.05, abs=2)
+
+    @ON_BOTH
+    def test_a_retry_waits_for_the_slot_of_its_own_try(self, cache_alias, sent):
+        call = {"lock_slots": 2, "lock_at_least": HOUR}
+        lock = tasks.hold.lock("a")
+        leave_lock(lock, cache_alias, length=HOUR, left=20, kept=True, token="other")
+        leave_lock(lock, cache_alias, slot=1, length=HOUR, left=100, kept=True, task_id="mine")
+        with postponed():
+            receive(tasks.hold, "a", header={**MANY, "options": call}, retries=1)
+        assert sent[-1]["countdown"] == pytest.approx(100.05, abs=2)
+
+    @ON_BOTH
     def test_hops_grow_as_ever_meanwhile(self, cache_alias, sent):
         """What is freed earlier is found."""
         assert self.hop(sent, cache_alias, left=20, header={}, kept=True) <= 1
