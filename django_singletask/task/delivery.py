@@ -68,14 +68,14 @@ def hop(app: Celery, lease: Lease, first: float, hops: int, at_most: float = mat
     visibility timeout. No hop is longer than until the lock ends. If the broker cannot delay a
     message for as short as ``at_most``, this waits, and returns 0.
 
-    memcached counts whole seconds, so an entry lasts up to 2 s longer than its record says:
+    memcached counts whole seconds, so there an entry lasts up to 2 s longer than its record says:
 
         record:     since ------------ timeout -------------| end
         memcached:                                                ... ends
         message:              hop -------------------------->  1 s> free: takes the lock
 
-    A hop to an end that is near is not shorter than another first hop, because a message that waits
-    for one of many slots would hop at the end of each.
+    A message that has hopped often waits a little longer, because others were faster. Otherwise
+    all of many messages would hop at the end of each of many slots.
     """
     length = lease.length
     if lease.blocker is not None:
@@ -87,7 +87,7 @@ def hop(app: Celery, lease: Lease, first: float, hops: int, at_most: float = mat
     if hops > 0:  # after a short first hop, continue with the ordinary ones
         seconds = max(first, FIRST_HOP) * 1.5 ** min(hops - 1, 20)
     seconds = min(seconds, longest) * random.uniform(0.75, 1)
-    until_free = max(lease.free_in + END_MARGIN, FIRST_HOP)
+    until_free = max(lease.free_in + END_MARGIN, FIRST_HOP, hops / 20)
     seconds = min(seconds, until_free, at_most)
     if not has_quorum_queues(app):
         return seconds

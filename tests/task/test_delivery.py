@@ -225,6 +225,7 @@ class TestHopsKnowTheEnd:
     """An hourly lock, of which some seconds are left: a quarter of its length is 15 minutes."""
 
     def hop(self, sent, alias, left, header=MANY, **changes):
+        """Return the seconds of the hop; the record differs by the ``changes``."""
         leave_lock(tasks.requeue.lock("a"), alias, length=HOUR, left=left, **changes)
         with postponed():
             receive(tasks.requeue, "a", header=header)
@@ -264,8 +265,11 @@ class TestHopsKnowTheEnd:
 
     @ON_BOTH
     def test_a_hop_shortly_before_the_end_takes_a_second(self, cache_alias, sent):
-        """Otherwise a message would hop at the end of each of many slots."""
         assert self.hop(sent, cache_alias, left=0.1, kept=True) == 1
+
+    def test_a_hop_is_longer_if_there_were_many(self, sent):
+        """Otherwise each of many messages would hop at the end of each of many slots."""
+        assert self.hop(sent, "redis", left=0.1, header={"hops": 200}, kept=True) == 10
 
     @pytest.mark.parametrize("cache_alias", ["pymemcache"], indirect=True)
     def test_a_hop_after_the_end_of_the_record_takes_a_second(self, cache_alias, sent):
