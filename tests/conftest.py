@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import shlex
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -250,6 +252,17 @@ def cluster() -> Iterator[servers.Cluster]:
         os.environ["SINGLETASK_TEST_CLUSTER"] = cluster.url
         caches.settings["cluster"]["LOCATION"] = cluster.url
         yield cluster
+
+
+@pytest.fixture(scope="session")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Give the files of a key and of its certificate."""
+    folder = tmp_path_factory.mktemp("tls")
+    key, file = folder / "key.pem", folder / "certificate.pem"
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2"]
+    command += ["-subj", "/CN=localhost", "-keyout", str(key), "-out", str(file)]
+    subprocess.run(command, check=True, capture_output=True)
+    return key, file
 
 
 @pytest.fixture
