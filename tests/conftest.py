@@ -34,6 +34,8 @@ LOCK_CACHES = [
     "valkey",
     "django_valkey",
     "cluster",
+    "redis_cluster",
+    "django_redis_cluster",
     "pylibmc",
     "pylibmc_binary",
     "pymemcache",
@@ -43,6 +45,8 @@ LOCK_CACHES = [
     "locmem",
 ]
 """Every cache that can hold locks, each on its real server."""
+CLUSTERS = ["cluster", "redis_cluster", "django_redis_cluster"]
+"""Those that are in one cluster: only the client of the first one knows all its nodes."""
 FAMILIES = ["redis", "cluster", "pymemcache", "db_postgres", "locmem"]
 """One cache of each family. What is above the stores is shown on these; the stores on all."""
 
@@ -247,10 +251,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[servers.Cluster]:
-    """Run the Valkey cluster of the cache "cluster", for these tests and their processes."""
+    """Run the Valkey cluster of three caches, for these tests and their processes."""
     with servers.Cluster() as cluster:
         os.environ["SINGLETASK_TEST_CLUSTER"] = cluster.url
-        caches.settings["cluster"]["LOCATION"] = cluster.url
+        for alias in CLUSTERS:
+            caches.settings[alias]["LOCATION"] = cluster.url
         yield cluster
 
 
@@ -275,7 +280,7 @@ def cache_alias(
     needs the mark django_db, as always.
     """
     settings.SINGLETASK_CACHE = request.param
-    if request.param == "cluster":
+    if request.param in CLUSTERS:
         request.getfixturevalue("cluster")
     with django_db_blocker.unblock():
         empty(request.param)
@@ -295,6 +300,8 @@ def empty(alias: str) -> None:
 
 
 def remove_all(alias: str) -> None:
+    if alias in CLUSTERS:
+        alias = CLUSTERS[0]
     table = caches.settings[alias]["LOCATION"]
     if not isinstance(table, str) or table not in LOCK_TABLES:
         try:
