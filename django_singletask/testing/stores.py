@@ -540,15 +540,14 @@ class StoreContract:
         assert self.store.renew(KEY, A, 60) is Outcome.TAKEN
 
     def test_the_marker_of_clear_is_there_before_the_entry_is_gone(self) -> None:
-        kind, outcomes = type(self.store), []
+        kind = type(self.store)
         change = kind.change
+        outcomes = []
 
-        def change_and_renew(
-            store: Store, key: str, old: bytes, new: bytes, lease: float | None
-        ) -> Outcome:
-            outcome = change(store, key, old, new, lease)
-            if lease is None:
-                outcomes.append(store.renew(key, A, 60))
+        def change_and_renew(store: Store, *args: Any) -> Outcome:
+            outcome = change(store, *args)
+            if args[-1] is None:  # the lease
+                outcomes.append(store.renew(KEY, A, 60))
             return outcome
 
         self.store.add(KEY, A, 60)
