@@ -14,7 +14,7 @@ from typing import Any
 from django_singletask import clock
 from django_singletask.exceptions import LockUnavailable
 from django_singletask.stores import base
-from django_singletask.stores.base import Entry, Outcome, Slots, address
+from django_singletask.stores.base import Entry, Outcome, Slots
 from django_singletask.stores.epoch import LOOK, Epoch
 from django_singletask.stores.keys import EPOCH, PREFIX, is_key
 from django_singletask.stores.redis import RedisStore, Request, request_to_read
@@ -35,9 +35,12 @@ DIGEST = re.compile(r":([0-9a-f]{2})[0-9a-f]{30}(#\d+)?(:cleared:[^:]*)?$")
 
 PAUSE = 0.05
 """Seconds until a request is sent again whose keys are on their way to another node."""
-NEVER_PROMOTED = b"master_replid2:" + b"0" * 40
-"""What INFO says of a node that was no replica before."""
+NEVER_PROMOTED = b"master_replid2:0000000000000000"
+"""How the line of INFO begins of a node that was no replica before."""
 ASKING = bool, "ASKING"
+# What all nodes have in common.
+SHARED = ["cache", "cache_alias", "client_errors", "connect", "epoch", "errors", "patience"]
+SHARED += ["pools", "refusals"]
 
 
 class Map:
@@ -82,9 +85,11 @@ class Node(RedisStore):
     in_cluster = True
 
     def __init__(self, cluster: ClusterStore, where: str) -> None:
-        vars(self).update(vars(cluster))
+        for name in SHARED:
+            setattr(self, name, getattr(cluster, name))
         self.cluster = cluster
         self.where = where
+        self.places = frozenset({where})
         host, _, port = where.rpartition(":")  # an IPv6 host has colons
         self.options = cluster.options | {"host": host, "port": int(port)}
         self.connections = cluster.pools[f"{self.cache_alias} {where}"]
@@ -101,7 +106,7 @@ class Node(RedisStore):
         try:
             replies = super().ask(*requests, takes=takes)
         except LockUnavailable as error:
-            is_limited = self.limited < math.inf
+            is_limited = self.cluster.limited < math.inf
             if is_limited and isinstance(error.__cause__, self.errors.TimeoutError):
                 self.cluster.hanging_until[self.where] = clock.now() + LOOK
             raise
@@ -133,8 +138,8 @@ class Group(RedisStore):
     """The locks of one group, on whichever node has it now."""
 
     def __init__(self, cluster: ClusterStore, number: int) -> None:
-        vars(self).update(vars(cluster))
         self.cluster = cluster
+        self.cache_alias = cluster.cache_alias
         self.number = number
         self.epoch = cluster.map.epochs[number]
         tag = "{" + TAGS[number] + "}"
@@ -176,13 +181,13 @@ class Group(RedisStore):
                     raise
                 words = requests
                 refusal: Any = error.__cause__
-                if isinstance(refusal, self.errors.MovedError):  # an AskError as well
+                if isinstance(refusal, self.cluster.errors.MovedError):  # an AskError as well
                     self.cluster.read_map(where, answers=True)
-                elif isinstance(refusal, self.errors.AskError):
+                elif isinstance(refusal, self.cluster.errors.AskError):
                     words = (ASKING, *requests)
                     where = beside(where, refusal.host, refusal.port)
                     continue
-                elif isinstance(refusal, self.errors.TryAgainError):
+                elif isinstance(refusal, self.cluster.errors.TryAgainError):
                     time.sleep(PAUSE)
                 else:
                     self.cluster.read_map(where)
@@ -212,17 +217,18 @@ class ClusterStore(RedisStore):
     redirects = True
 
     def __init__(self, cache: Any, alias: str) -> None:
+        # Until when no request is sent to a node that hangs, by its address.
         self.hanging_until: dict[str, float] = {}
-        """Until when no request is sent to a node that hangs, by its address."""
         super().__init__(cache, alias)
         if hasattr(cache, "client"):  # of django-redis or django-valkey
             urls = cache.client._server  # noqa: SLF001 - no public way
         else:
             urls = cache._servers  # noqa: SLF001
-        parse = self.client.connection_pool.from_url
-        parts = [{"host": "localhost", "port": 6379} | parse(url).connection_kwargs for url in urls]
-        self.seeds = ["{host}:{port}".format(**each) for each in parts]
-        self.places = frozenset(address(each["host"], each["port"]) for each in parts)
+        self.seeds = list[str]()
+        for url in urls:
+            options = {"host": "localhost", "port": 6379}
+            options |= self.client.connection_pool.from_url(url).connection_kwargs
+            self.seeds.append("{host}:{port}".format(**options))
         self.map: Map = vars(self.epoch).setdefault("map", Map(self.epoch, self.seeds[0]))
         self.addresses = self.map.addresses
 

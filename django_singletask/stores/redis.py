@@ -8,7 +8,7 @@ import re
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from importlib import import_module
 from typing import Any
 from weakref import WeakSet
@@ -171,6 +171,7 @@ def _page(reply: Any) -> tuple[int, set[str]]:
     return int(cursor), {name.decode(errors="replace") for name in names}
 
 
+@lru_cache
 def knowing_clusters(parser: Any, errors: Any) -> Any:
     """Return a parser that raises the errors of a cluster, which that of some clients does not."""
     known = parser.EXCEPTION_CLASSES
