@@ -18,8 +18,8 @@ ABSENT = os.environ.get("SINGLETASK_TEST_ABSENT", "").split(",")
 
 USERS = {
     "Redis": {
-        *("redis", "redis_replica", "own_redis", "django_valkey"),
-        *("django_redis", "django_redis_sentinel", "django_redis_ignore"),
+        *("redis", "redis_replica", "own_redis", "django_valkey", "redis_cluster"),
+        *("django_redis", "django_redis_sentinel", "django_redis_ignore", "django_redis_cluster"),
     },
     "Memcached": {"pymemcache", "own_pymemcache", "pylibmc", "pylibmc_binary", "own_pylibmc"},
     "pylibmc": {"pylibmc", "pylibmc_binary", "own_pylibmc"},

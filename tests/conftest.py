@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import shlex
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,6 +34,8 @@ LOCK_CACHES = [
     "valkey",
     "django_valkey",
     "cluster",
+    "redis_cluster",
+    "django_redis_cluster",
     "pylibmc",
     "pylibmc_binary",
     "pymemcache",
@@ -41,6 +45,8 @@ LOCK_CACHES = [
     "locmem",
 ]
 """Every cache that can hold locks, each on its real server."""
+CLUSTERS = ["cluster", "redis_cluster", "django_redis_cluster"]
+"""Those that are in one cluster: only the client of the first one knows all its nodes."""
 FAMILIES = ["redis", "cluster", "pymemcache", "db_postgres", "locmem"]
 """One cache of each family. What is above the stores is shown on these; the stores on all."""
 
@@ -245,11 +251,23 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[servers.Cluster]:
-    """Run the Valkey cluster of the cache "cluster", for these tests and their processes."""
+    """Run the Valkey cluster of three caches, for these tests and their processes."""
     with servers.Cluster() as cluster:
         os.environ["SINGLETASK_TEST_CLUSTER"] = cluster.url
-        caches.settings["cluster"]["LOCATION"] = cluster.url
+        for alias in CLUSTERS:
+            caches.settings[alias]["LOCATION"] = cluster.url
         yield cluster
+
+
+@pytest.fixture(scope="session")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Give the files of a key and of its certificate."""
+    folder = tmp_path_factory.mktemp("tls")
+    key, file = folder / "key.pem", folder / "certificate.pem"
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2"]
+    command += ["-subj", "/CN=localhost", "-keyout", str(key), "-out", str(file)]
+    subprocess.run(command, check=True, capture_output=True)
+    return key, file
 
 
 @pytest.fixture
@@ -262,7 +280,7 @@ def cache_alias(
     needs the mark django_db, as always.
     """
     settings.SINGLETASK_CACHE = request.param
-    if request.param == "cluster":
+    if request.param in CLUSTERS:
         request.getfixturevalue("cluster")
     with django_db_blocker.unblock():
         empty(request.param)
@@ -282,6 +300,8 @@ def empty(alias: str) -> None:
 
 
 def remove_all(alias: str) -> None:
+    if alias in CLUSTERS:
+        alias = CLUSTERS[0]
     table = caches.settings[alias]["LOCATION"]
     if not isinstance(table, str) or table not in LOCK_TABLES:
         try:

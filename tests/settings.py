@@ -137,6 +137,8 @@ CACHES = {
     "valkey": cache(f"{DJANGO}.redis.RedisCache", VALKEY_URL),
     "django_valkey": cache("django_valkey.cache.ValkeyCache", VALKEY_URL),
     "cluster": cache("django_valkey.cluster_cache.cache.ClusterValkeyCache", CLUSTER),
+    "redis_cluster": cache(f"{DJANGO}.redis.RedisCache", CLUSTER),
+    "django_redis_cluster": cache("django_redis.cache.RedisCache", CLUSTER),
     "pylibmc": cache(f"{DJANGO}.memcached.PyLibMCCache", MEMCACHED),
     "pylibmc_binary": cache(f"{DJANGO}.memcached.PyLibMCCache", MEMCACHED, binary=True),
     "pymemcache": cache(f"{DJANGO}.memcached.PyMemcacheCache", MEMCACHED),

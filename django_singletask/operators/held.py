@@ -31,7 +31,7 @@ from django_singletask.operators.recorded import find
 from django_singletask.operators.starving import Starving, starving
 from django_singletask.operators.words import STATES
 from django_singletask.process import Process
-from django_singletask.stores import get_store
+from django_singletask.stores import find_store, get_store
 from django_singletask.stores.base import CannotList, Entry, NotMarked
 from django_singletask.stores.database import CURES, trouble
 from django_singletask.stores.keys import MAX_SLOTS, is_key
@@ -139,7 +139,7 @@ def cannot_ask(error: Exception) -> str:
     cure = ""
     if isinstance(error, LockUnavailable) and isinstance(error.__cause__, Exception):
         error = error.__cause__
-        store: Any = get_store(conf.cache)
+        store: Any = find_store(conf.cache)
         if store.family == "database":
             cure = CURES.get(trouble(error), "").format(store.alias)
     text = _("The cache {} (SINGLETASK_CACHE) cannot be used: {}.")

@@ -186,6 +186,10 @@ def _answers(store: Any) -> Iterator[tuple[str, str]]:
         if connection.vendor == "sqlite":
             yield "note", "only processes on one host can share an SQLite file"
     if store.family == "redis":
+        if store.redirects:
+            yield "note", "the server is a node of a cluster: locks are kept on all of its nodes"
+            calls = f"calls of caches[{store.cache_alias!r}]"
+            yield "note", f"{calls} would meet redirects (MOVED): use this cache for locks only"
         for server, client in store.clients().items():
             for level, text in _of_redis(client):
                 found = text

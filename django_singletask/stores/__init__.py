@@ -61,9 +61,10 @@ from django_singletask.stores.base import Store
 from django_singletask.stores.database import DIALECTS
 from django_singletask.stores.epoch import epochs
 from django_singletask.stores.keys import LONGEST_KEY
+from django_singletask.stores.redis import RedisStore
 from django_singletask.version import DOCS
 
-CLUSTER = "cluster.ClusterStore"
+CLUSTER = "valkey_cluster.ValkeyClusterStore"
 STORES = {
     "django.core.cache.backends.redis.RedisCache": "redis.RedisStore",
     "django_redis.cache.RedisCache": "redis.RedisStore",
@@ -78,6 +79,11 @@ STORES = {
     "django.core.cache.backends.locmem.LocMemCache": "locmem.LocMemStore",
 }
 """The class of the store, as seen from here, by the class of the cache, its client, or a base."""
+
+IN_CLUSTER = f"{__name__}.cluster.ClusterStore"
+"""The store that replaces a RedisStore whose server is a node of a cluster."""
+BRACES = 'its KEY_PREFIX or KEY_FUNCTION puts "{" into the keys'
+"""A cluster chooses the node by what follows the first "{", not by the tag of the group."""
 
 UNSAFE = {
     "django.core.cache.backends.dummy.DummyCache": "stores nothing, so every run gets the lock",
@@ -134,9 +140,8 @@ def choose(cache: Any) -> tuple[str, str]:
             return path, reason
         store = STORES[name]
         path = f"{__name__}.{store}"
-    if store == CLUSTER and "{" in cache.make_key(LONGEST_KEY):
-        # A cluster chooses the node by what follows the first "{", not by the tag of the group.
-        return path, 'its KEY_PREFIX or KEY_FUNCTION puts "{" into the keys'
+    if store == CLUSTER and has_braces(cache):
+        return path, BRACES
     if hasattr(cache, "cache_model_class"):  # a DatabaseCache
         alias = router.db_for_write(cache.cache_model_class)
         vendor = connections[alias].vendor
@@ -144,6 +149,11 @@ def choose(cache: Any) -> tuple[str, str]:
             what = f"DATABASES[{alias!r}] is {vendor}"
             return path, f"{what}, not PostgreSQL, MySQL, MariaDB or SQLite"
     return path, ""
+
+
+def has_braces(cache: Any) -> bool:
+    """Return whether a node would be chosen by the cache's own part of a key."""
+    return "{" in cache.make_key(LONGEST_KEY)
 
 
 def _own_stores() -> dict[str, str]:
@@ -185,20 +195,32 @@ def open_store(alias: str) -> Store:
     """Return a new store for an alias.
 
     Raises ``ImproperlyConfigured`` if there is no such alias, or if its cache cannot hold locks.
+    The first store of an alias in a process asks its server whether that is a node of a cluster,
+    and raises :class:`LockUnavailable` without an answer.
     """
     check_installed()
     cache = open_cache(alias)
     path, reason = choose(cache)
     if reason:
-        raise ImproperlyConfigured(
-            f"{_setting_of(alias)} cannot hold locks: {reason}. "
-            "Use Redis, memcached or Django's DatabaseCache: "
-            f"{DOCS}/operating/choosing-a-cache.html lists them."
-        )
+        raise _unfit(alias, reason)
     try:
-        return load_store(path)(cache, alias)
+        store = load_store(path)(cache, alias)
     except ValueError as error:  # for example, the port is no number
         raise ImproperlyConfigured(f"{_setting_of(alias)} cannot be opened: {error}.") from error
+    # A subclass of a project is not replaced: it would lose what is its own.
+    if type(store) is RedisStore and store.is_node():
+        if has_braces(cache):
+            raise _unfit(alias, BRACES)
+        return load_store(IN_CLUSTER)(cache, alias)
+    return store
+
+
+def _unfit(alias: str, reason: str) -> ImproperlyConfigured:
+    return ImproperlyConfigured(
+        f"{_setting_of(alias)} cannot hold locks: {reason}. "
+        "Use Redis, memcached or Django's DatabaseCache: "
+        f"{DOCS}/operating/choosing-a-cache.html lists them."
+    )
 
 
 def find_store(alias: str) -> Store | None:

@@ -1,4 +1,4 @@
-"""Locks in a Valkey or Redis Cluster, through the cluster client of django-valkey."""
+"""Locks in a Redis Cluster or Valkey Cluster, with the connections of the cache's client."""
 
 from __future__ import annotations
 
@@ -7,18 +7,14 @@ import re
 import time
 from binascii import crc_hqx
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
-
-from valkey import ConnectionPool, Valkey, cluster, connection
-from valkey.exceptions import AskError, MovedError, TryAgainError
 
 from django_singletask import clock
 from django_singletask.exceptions import LockUnavailable
 from django_singletask.stores import base
-from django_singletask.stores.base import Entry, Outcome, Slots, address
+from django_singletask.stores.base import Entry, Outcome, Slots
 from django_singletask.stores.epoch import LOOK, Epoch
 from django_singletask.stores.keys import EPOCH, PREFIX, is_key
 from django_singletask.stores.redis import RedisStore, Request, request_to_read
@@ -33,34 +29,29 @@ from django_singletask.stores.redis import RedisStore, Request, request_to_read
 # is the largest. It never changes, because the hash of a cluster does not, and to compute them all
 # takes less than a millisecond.
 HASHED = {str(number): crc_hqx(b"%d" % number, 0) % 16384 for number in range(478)}
+# The smallest number of a group is the last one here, so it replaces the others.
+TAGS = {slot // 64: number for number, slot in reversed(HASHED.items())}
 DIGEST = re.compile(r":([0-9a-f]{2})[0-9a-f]{30}(#\d+)?(:cleared:[^:]*)?$")
 
 PAUSE = 0.05
 """Seconds until a request is sent again whose keys are on their way to another node."""
-NEVER_PROMOTED = b"master_replid2:" + b"0" * 40
-"""What INFO says of a node that was no replica before."""
+NEVER_PROMOTED = b"master_replid2:0000000000000000"
+"""How the line of INFO begins of a node that was no replica before."""
 ASKING = bool, "ASKING"
-
-
-def _tags() -> dict[int, str]:
-    """Return the smallest number of each group."""
-    tags = dict[int, str]()
-    for number, slot in HASHED.items():
-        tags.setdefault(slot // 64, number)
-    return tags
-
-
-TAGS = _tags()
+# What all nodes have in common.
+SHARED = ["cache", "cache_alias", "client_errors", "connect", "epoch", "errors", "patience"]
+SHARED += ["pools", "refusals"]
 
 
 class Map:
     """The address of each group's node, as this process knows it, and the epoch of each group."""
 
-    def __init__(self, whole: Epoch) -> None:
+    def __init__(self, whole: Epoch, seed: str) -> None:
         self.epochs = [Epoch(whole.cache, whole) for _ in TAGS]
-        self.owners: list[str] = []
+        self.owners = [seed] * len(TAGS)
+        """A group that no node has is at the first address that was set, where it is refused."""
         self.addresses = set[str]()
-        """Each address in ``owners``."""
+        """Each address in ``owners``; there is none before the map is read."""
         self.servers: dict[str, bytes] = {}
         """The line of a node's INFO that identifies its process, by address."""
         self.ready = set[bytes]()
@@ -94,20 +85,13 @@ class Node(RedisStore):
     in_cluster = True
 
     def __init__(self, cluster: ClusterStore, where: str) -> None:
+        for name in SHARED:
+            setattr(self, name, getattr(cluster, name))
         self.cluster = cluster
         self.where = where
-        self.cache = cluster.cache
-        self.cache_alias = cluster.cache_alias
-        self.places = cluster.places
-        self.epoch = cluster.epoch
-        self.errors = cluster.errors
-        self.client_errors = cluster.client_errors
-        self.refusals = cluster.refusals
-        self.connect = cluster.connect
+        self.places = frozenset({where})
         host, _, port = where.rpartition(":")  # an IPv6 host has colons
         self.options = cluster.options | {"host": host, "port": int(port)}
-        self.patience = cluster.patience
-        self.pools = cluster.pools
         self.connections = cluster.pools[f"{self.cache_alias} {where}"]
 
     # The thread that renews locks has a limit for each request. If a node hangs, its locks must not
@@ -117,24 +101,21 @@ class Node(RedisStore):
     #   so:     renews a (hangs, 2 s)   b: not sent           ...      renews z
 
     def ask(self, *requests: Request, takes: bool = False) -> list[Any]:
-        hanging_until = self.cluster.hanging_until
-        if clock.now() < hanging_until.get(self.where, 0):
-            error = self.errors.TimeoutError(f"{self.where} has not answered")
-            raise self.unavailable(error) from error
+        if clock.now() < self.cluster.hanging_until.get(self.where, 0):
+            raise self.unavailable(self.errors.TimeoutError(f"{self.where} has not answered"))
         try:
             replies = super().ask(*requests, takes=takes)
-            used = self.connections[-1:]
-            if takes and used:
-                # A node answers a take only when it is ready. So the process at the other end of
-                # this connection has been ready, whatever it says later.
-                line = getattr(used[0], "server", b"")
-                self.cluster.map.ready.add(line)
-            return replies
         except LockUnavailable as error:
             is_limited = self.cluster.limited < math.inf
             if is_limited and isinstance(error.__cause__, self.errors.TimeoutError):
-                hanging_until[self.where] = clock.now() + LOOK
+                self.cluster.hanging_until[self.where] = clock.now() + LOOK
             raise
+        if takes:
+            # A node answers a take only when it is ready. So the process at the other end of this
+            # connection has been ready, whatever it says later.
+            for used in self.connections[-1:]:
+                self.cluster.map.ready.add(getattr(used, "server", b""))
+        return replies
 
     # While a node is down, the others say CLUSTERDOWN, if the cluster must be complete. They have
     # forgotten nothing, and their locks are not concerned. A node that has restarted says the same
@@ -147,7 +128,7 @@ class Node(RedisStore):
         nodes = self.cluster.map
         if line == b"not ready" and nodes.servers.get(self.where) in nodes.ready:
             return
-        for epoch, owner in zip(nodes.epochs, nodes.owners, strict=False):  # no owners at first
+        for epoch, owner in zip(nodes.epochs, nodes.owners, strict=True):
             if owner == self.where:
                 epoch.note("server", line)
         nodes.servers[self.where] = line  # last: read_map() would note the line without a change
@@ -158,8 +139,8 @@ class Group(RedisStore):
 
     def __init__(self, cluster: ClusterStore, number: int) -> None:
         self.cluster = cluster
-        self.number = number
         self.cache_alias = cluster.cache_alias
+        self.number = number
         self.epoch = cluster.map.epochs[number]
         tag = "{" + TAGS[number] + "}"
         self.make_key = lambda key: cluster.make_key(key) + tag
@@ -181,46 +162,39 @@ class Group(RedisStore):
     # and passed it on before a replica took over. So the deletion is sent twice, as in RedisStore.
 
     def ask(self, *requests: Request, takes: bool = False) -> list[Any]:
-        (request,) = requests  # there is one, about one lock
+        words = requests  # of one request, about one lock
         where = self.cluster.find(self.number)
-        is_redirected = False
+        left = base.TRIES
         self.was_sent_twice = False
-        for left in reversed(range(base.TRIES)):
+        while True:
+            left -= 1
             node = Node(self.cluster, where)
             node.epoch = self.epoch
             try:
-                if is_redirected:
-                    _answer, reply = node.ask(ASKING, request, takes=takes)
-                    if isinstance(reply, LockUnavailable):
-                        raise reply
-                else:
-                    (reply,) = node.ask(request, takes=takes)
+                reply = node.ask(*words, takes=takes)[-1]
+                if isinstance(reply, LockUnavailable):  # to the request after ASKING
+                    raise reply
+                self.was_sent_twice |= node.was_sent_twice
+                return [reply]
             except LockUnavailable as error:
                 if left == 0:
                     raise
-                refusal = error.__cause__
-                is_redirected = False
-                if isinstance(refusal, MovedError):
+                words = requests
+                refusal: Any = error.__cause__
+                if isinstance(refusal, self.cluster.errors.MovedError):  # an AskError as well
                     self.cluster.read_map(where, answers=True)
-                elif isinstance(refusal, AskError):
-                    is_redirected = True
+                elif isinstance(refusal, self.cluster.errors.AskError):
+                    words = (ASKING, *requests)
                     where = beside(where, refusal.host, refusal.port)
                     continue
-                elif isinstance(refusal, TryAgainError):
+                elif isinstance(refusal, self.cluster.errors.TryAgainError):
                     time.sleep(PAUSE)
                 else:
                     self.cluster.read_map(where)
                     self.was_sent_twice = True
-                found = self.cluster.find(self.number)
-                is_passing = isinstance(refusal, MovedError | TryAgainError)
-                if found == where and not is_passing:
-                    raise
-                where = found
-            else:
-                if node.was_sent_twice:
-                    self.was_sent_twice = True
-                return [reply]
-        raise AssertionError("unreachable")
+                    if self.cluster.find(self.number) == where:
+                        raise
+                where = self.cluster.find(self.number)
 
 
 def beside(where: str, host: str, port: int) -> str:
@@ -233,34 +207,39 @@ def beside(where: str, host: str, port: int) -> str:
 class ClusterStore(RedisStore):
     """Send each request to the group of its lock.
 
-    The client of django-valkey is not used. It would read its map without the limits of a
-    background thread, and send a script again without saying so.
+    Of the cache's client, only the connections and their options are used. A cluster client would
+    read its map without the limits of a background thread, and send a script again without saying
+    so.
     """
 
     batch = 1  # a node that does not answer concerns no lock of another one
 
-    def __init__(self, cache: Any, alias: str) -> None:
-        self.hanging_until: dict[str, float] = {}
-        """Until when no request is sent to a node that hangs, by its address."""
-        super().__init__(cache, alias)
-        self.places = frozenset(address(*seed.rsplit(":", 1)) for seed in self.seeds)
-        self.map: Map = vars(self.epoch).setdefault("map", Map(self.epoch))
-        self.addresses = self.map.addresses
+    redirects = True
 
-    def make_client(self) -> Any:
-        """Return a client of the first server, whose options all connections have."""
-        client = self.cache.client
-        urls = map(connection.parse_url, client._server)  # noqa: SLF001 - no public way
-        self.seeds = [f"{url.get('host', 'localhost')}:{url.get('port', 6379)}" for url in urls]
-        options = cluster.cleanup_kwargs(**client.connection_factory.base_client_cls_kwargs)  # type: ignore[no-untyped-call]
-        # The errors of a cluster have classes only with this parser, which valkey-py uses as well.
-        options["parser_class"] = cluster.ClusterParser
-        return Valkey.from_url(client._server[0], **options)  # noqa: SLF001
+    def __init__(self, cache: Any, alias: str) -> None:
+        # Until when no request is sent to a node that hangs, by its address.
+        self.hanging_until: dict[str, float] = {}
+        super().__init__(cache, alias)
+        if hasattr(cache, "client"):  # of django-redis or django-valkey
+            urls = cache.client._server  # noqa: SLF001 - no public way
+        else:
+            urls = cache._servers  # noqa: SLF001
+        self.seeds = list[str]()
+        for url in urls:
+            options = {"host": "localhost", "port": 6379}
+            options |= self.client.connection_pool.from_url(url).connection_kwargs
+            self.seeds.append("{host}:{port}".format(**options))
+        self.map: Map = vars(self.epoch).setdefault("map", Map(self.epoch, self.seeds[0]))
+        self.addresses = self.map.addresses
 
     def clients(self) -> dict[str, Any]:
         self.read_map()
-        nodes = [Node(self, each) for each in sorted(self.map.addresses - {""})]
-        return {n.where: Valkey.from_pool(ConnectionPool(self.connect, **n.options)) for n in nodes}
+        pool = type(self.client.connection_pool)
+        clients = {}
+        for where in sorted(self.map.addresses):
+            connections = pool(connection_class=self.connect, **Node(self, where).options)
+            clients[where] = type(self.client)(connection_pool=connections)
+        return clients
 
     def group(self, key: str) -> Group:
         """Return the group of a lock, given the key of one of its entries."""
@@ -271,16 +250,13 @@ class ClusterStore(RedisStore):
         return Group(self, number)
 
     def find(self, group: int) -> str:
-        """Return the address of a group's node; without one, that of a node that will refuse."""
-        if not self.map.owners:
+        """Return the address of a group's node."""
+        if not self.map.addresses:
             self.read_map()
         if self.addresses != self.map.addresses:
             self.addresses = self.map.addresses
             self.close()  # so that no connection to a node that is gone stays
-        owner = self.map.owners[group]
-        if not owner:
-            return self.seeds[0]
-        return owner
+        return self.map.owners[group]
 
     def read_map(self, where: str = "", *, answers: bool = False) -> None:
         """Ask a node which node has which group, and note the answer.
@@ -288,13 +264,7 @@ class ClusterStore(RedisStore):
         The node at ``where`` is asked first if it ``answers``, and otherwise last.
         """
         nodes = self.map
-        known = nodes.addresses.union(self.seeds) - {""}
-        order = [*known - {where}]
-        if where in known:
-            order.append(where)
-            if answers:
-                order.reverse()
-        for each in order:
+        for each in sorted(nodes.addresses.union(self.seeds), key=where.__eq__, reverse=answers):
             try:
                 read = partial(self._owners, each)
                 (owners,) = Node(self, each).ask((read, "CLUSTER", "SLOTS"))
@@ -304,13 +274,12 @@ class ClusterStore(RedisStore):
         else:
             raise failure
         addresses = {*owners}
-        moved = addresses
+        promoted = set[str]()
         if nodes.addresses:
-            moved = nodes.addresses | self._never_promoted(addresses - nodes.addresses)
+            promoted.update(filter(self._was_promoted, addresses - nodes.addresses))
         for epoch, owner in zip(nodes.epochs, owners, strict=True):
-            if owner not in moved:
-                if epoch.server is None:  # INFO is forbidden
-                    epoch.server = b"unknown"
+            if owner in promoted:
+                epoch.server = b"another"  # also where INFO is forbidden
                 epoch.note("server", owner.encode())
             epoch.server = nodes.servers.get(owner)
         nodes.owners = owners
@@ -318,9 +287,7 @@ class ClusterStore(RedisStore):
 
     def _owners(self, where: str, ranges: Any) -> list[str]:
         """Return the address of each group's node, from what the node at an address says."""
-        owners = [""] * len(TAGS)
-        if self.map.owners:
-            owners = self.map.owners[:]
+        owners = self.map.owners[:]
         for start, end, (host, port, *_), *_replicas in ranges:
             name = ""  # an unknown host is the one that was asked
             if host is not None:
@@ -330,46 +297,40 @@ class ClusterStore(RedisStore):
                     owners[group] = beside(where, name, int(port))
         return owners
 
-    def _never_promoted(self, addresses: Iterable[str]) -> set[str]:
-        """Return the addresses of those nodes that were no replicas before."""
-        found = set[str]()
-        for each in addresses:
-            with suppress(LockUnavailable):  # INFO can be forbidden
-                (info,) = Node(self, each).ask((bytes, "INFO"))
-                if NEVER_PROMOTED in info:
-                    found.add(each)
-        return found
+    def _was_promoted(self, where: str) -> bool:
+        """Return whether a node was a replica before, as far as it says."""
+        try:
+            (info,) = Node(self, where).ask((bytes, "INFO"))
+        except LockUnavailable:  # INFO can be forbidden
+            return True
+        return NEVER_PROMOTED not in info
 
-    def ask_each(self, requests: dict[int, Any]) -> Iterator[Any]:
-        """Send a request for each group, all of a node in one trip; yield groups and replies.
+    def read_each(self, parts: Mapping[int, Sequence[str]]) -> Iterator[Any]:
+        """Read keys of each group, all of a node in one trip; yield groups and entries.
 
         If a node fails, this raises after the trips to the others.
         """
+        requests = dict[int, Request]()
         trips = defaultdict[str, list[int]](list)
-        left = list[int]()
-        failures: dict[str, LockUnavailable] = {}
-        for group in requests:
+        refused = list[int]()
+        failed = list[int]()
+        for group, keys in parts.items():
+            requests[group] = request_to_read(keys, map(Group(self, group).make_key, keys))
             trips[self.find(group)].append(group)
         for where, groups in trips.items():
             try:
                 replies = Node(self, where).ask(*[requests[group] for group in groups])
-            except LockUnavailable as error:
-                replies = [error] * len(groups)
+            except LockUnavailable:
+                failed += groups
+                continue
             for group, reply in zip(groups, replies, strict=True):
-                if isinstance(reply, LockUnavailable):  # perhaps the slot of the group has moved
-                    left.append(group)
+                if isinstance(reply, LockUnavailable):
+                    refused.append(group)
                 else:
                     yield group, reply
-        for group in left:
-            where = self.find(group)
-            if where in failures:
-                continue
-            try:
-                yield group, Group(self, group).ask(requests[group])[0]
-            except LockUnavailable as error:
-                failures[where] = error
-        for failure in failures.values():
-            raise failure
+        # Perhaps the slots of these groups have moved, or other nodes have taken over.
+        for group in refused + failed:
+            yield group, Group(self, group).ask(requests[group])[0]
 
     # The requests of a store
 
@@ -393,10 +354,7 @@ class ClusterStore(RedisStore):
         found = dict[str, Entry]()
         for key in wanted:
             parts[self.group(key).number].append(key)
-        requests = {}
-        for group, part in parts.items():
-            requests[group] = request_to_read(part, map(Group(self, group).make_key, part))
-        for _group, entries in self.ask_each(requests):
+        for _group, entries in self.read_each(parts):
             found |= entries
         return {key: found[key] for key in wanted if key in found}
 
@@ -407,8 +365,7 @@ class ClusterStore(RedisStore):
     def look(self, keys: Iterable[str] = ()) -> None:
         groups = {self.group(key).number for key in keys}
         if groups:
-            self.look_at(groups)
-            return
+            return self.look_at(groups)
         changes_before = self.epoch.changes
         unknown = [group for group in TAGS if not self.map.epochs[group].value]
         self.look_at({*unknown, *self.one_of_each()})
@@ -416,10 +373,7 @@ class ClusterStore(RedisStore):
             self.look_at(TAGS)
 
     def look_at(self, groups: Iterable[int]) -> None:
-        requests = {
-            each: request_to_read([EPOCH], [Group(self, each).epoch_key]) for each in groups
-        }
-        for group, entries in self.ask_each(requests):
+        for group, entries in self.read_each(dict.fromkeys(groups, (EPOCH,))):
             if EPOCH in entries:
                 self.map.epochs[group].see(entries[EPOCH].value)
             else:
@@ -428,10 +382,7 @@ class ClusterStore(RedisStore):
 
     def one_of_each(self) -> Iterable[int]:
         """Return a group of each node."""
-        groups = dict[str, int]()
-        for group, owner in enumerate(self.map.owners):
-            groups.setdefault(owner, group)
-        return groups.values()
+        return {owner: group for group, owner in enumerate(self.map.owners)}.values()
 
     def entries(self) -> Iterator[tuple[str, Entry]]:
         prefix = self.prefix()

@@ -34,6 +34,8 @@ class Epoch:
     seen_at = -math.inf
     changed_at = -math.inf
     told_at = -math.inf
+    in_cluster: bool | None = None
+    """Whether the server is a node of a cluster; None: it was not asked."""
     changes = 0
 
     def __init__(self, cache: str, whole: Epoch | None = None) -> None:

@@ -8,7 +8,7 @@ import re
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from importlib import import_module
 from typing import Any
 from weakref import WeakSet
@@ -171,6 +171,26 @@ def _page(reply: Any) -> tuple[int, set[str]]:
     return int(cursor), {name.decode(errors="replace") for name in names}
 
 
+@lru_cache
+def knowing_clusters(parser: Any, errors: Any) -> Any:
+    """Return a parser that raises the errors of a cluster, which that of some clients does not."""
+    known = parser.EXCEPTION_CLASSES
+    if "MOVED" in known:
+        return parser
+    known = known | {
+        "ASK": errors.AskError,
+        "CLUSTERDOWN": errors.ClusterDownError,
+        "CROSSSLOT": errors.ClusterCrossSlotError,
+        "MOVED": errors.MovedError,
+        "TRYAGAIN": errors.TryAgainError,
+    }
+    return type(parser.__name__, (parser,), {"EXCEPTION_CLASSES": known})
+
+
+class InCluster(ImproperlyConfigured):
+    """The server is a node of a cluster, which this store does not serve."""
+
+
 class User:
     """Whoever uses a connection of a pool."""
 
@@ -225,6 +245,9 @@ class RedisStore(Store):
     in_cluster = False
     """Whether the server may belong to a cluster."""
 
+    redirects = False
+    """Whether the calls of the cache itself meet redirects, as its client knows no cluster."""
+
     def __init__(self, cache: Any, alias: str) -> None:
         super().__init__(cache, alias)
         self.client = self.make_client()
@@ -238,6 +261,7 @@ class RedisStore(Store):
         self.options = dict.fromkeys(TIMEOUTS, TIMEOUT) | nothing | pool.connection_kwargs
         # Processes with the compiled packer always send keys in UTF-8.
         self.options["encoding"] = "utf-8"
+        self.options["parser_class"] = knowing_clusters(self.options["parser_class"], self.errors)
         self.connect = pool.connection_class
         self.places = frozenset({self._name_server(pool)})
         self.pools = Pools(Pool)
@@ -410,9 +434,43 @@ class RedisStore(Store):
             return ConnectionError(f"Malformed reply: {error!r}")
         if isinstance(error, (errors.BusyLoadingError, errors.ClusterDownError)):
             self.note_server(b"not ready")
+        if "SELECT is not allowed in cluster mode" in str(error):
+            raise ImproperlyConfigured(
+                f"The cache {self.cache_alias!r} cannot hold locks: its server is a node of a "
+                f"cluster, which has no database {self.options['db']}. Use database 0 in LOCATION "
+                "and OPTIONS."
+            ) from error
+        is_redirect = isinstance(error, (errors.ClusterCrossSlotError, errors.MovedError))
+        if is_redirect and not self.in_cluster:
+            raise self._in_cluster() from error
         if isinstance(error, self.client_errors):
             return error
         return None
+
+    def _in_cluster(self) -> InCluster:
+        """Return what to raise if the server is a node of a cluster."""
+        return InCluster(
+            f"The cache {self.cache_alias!r} cannot hold locks: its server is a node of a cluster, "
+            f"and {type(self).__qualname__} is for a server in no cluster. If the server was in "
+            "none when this process started, restart the process."
+        )
+
+    # Whether the server is a node of a cluster
+    #
+    # A node says so in its INFO. Where INFO is forbidden, or does not say it, a node refuses a
+    # script of two keys in different hash slots, as the epoch and the fencing token are. Each
+    # process asks once, before its first request about a lock, or inherits the answer. If the
+    # server does not answer, nothing is known, and the next use of the cache asks again.
+
+    def is_node(self) -> bool:
+        """Return whether the server is a node of a cluster, or raise LockUnavailable."""
+        if self.epoch.in_cluster is None:
+            try:
+                self.read_many([EPOCH, FENCE])
+                self.epoch.in_cluster = False
+            except InCluster:
+                self.epoch.in_cluster = True
+        return self.epoch.in_cluster
 
     def _connection_after(self, connection: Any, trouble: Exception, was_open: bool) -> Any:
         """Return where to send again what has failed; None: nowhere."""
@@ -445,10 +503,7 @@ class RedisStore(Store):
         if connection.has_more(0):
             raise ValueError("another reply")
         if b"redis_mode:cluster" in facts and not self.in_cluster:
-            raise ImproperlyConfigured(
-                f"The cache {self.cache_alias!r} cannot hold locks: its server belongs to a Redis "
-                "Cluster. Use django-valkey's ClusterValkeyCache, or a server in no cluster."
-            )
+            raise self._in_cluster()
         found = re.search(rb"\brun_id:\w+", facts)
         if found:
             connection.server = found[0]

@@ -131,7 +131,7 @@ def load(**kwargs: Any) -> None:
     try:
         with suppress(LockUnavailable):
             look_at_epoch()
-    # The server may be in cluster mode, or its client may not be installed.
+    # The server may be a node of a cluster that does not fit, or its client may not be installed.
     except (ImproperlyConfigured, ImportError) as error:
         if not os.environ.get("CELERY_SKIP_CHECKS"):
             end_worker(f"SINGLETASK_CACHE cannot be used: {error}")

@@ -36,8 +36,13 @@ from tests.servers import Cluster, Redis, Server, Valkey
 from tests.stores.test_acl import LINE
 from tests.stores.test_stores_redis import requests
 
+CLIENTS = [
+    "cluster",
+    "redis",
+    pytest.param("django_redis", marks=pytest.mark.only_all("shown with redis")),
+]
+"""Caches with the cluster client of django-valkey, and with clients that know no cluster."""
 ROOT = Path(__file__).parents[2]
-VARIABLES = {"DJANGO_SETTINGS_MODULE": "tests.settings"}
 A, B = holder("a"), holder("b")
 EPOCH, FENCE = "singletask:@epoch", "singletask:@fence"
 
@@ -47,6 +52,12 @@ def names_on(store: Any, where: str, count: int = 1) -> list[str]:
     names = map("lock {}".format, range(100_000))
     there = (name for name in names if store.find(store.group(key_of(name)).number) == where)
     return [*islice(there, count)]
+
+
+def variables(alias: str, both: Cluster) -> dict[str, str]:
+    """Return what tells another process where the cache with this alias is."""
+    name = "SINGLETASK_TEST_CLUSTER" if alias == "cluster" else "SINGLETASK_TEST_REDIS_URL"
+    return {"DJANGO_SETTINGS_MODULE": "tests.settings", name: both.url}
 
 
 def where_is(node: Redis) -> str:
@@ -104,13 +115,13 @@ def either(request: pytest.FixtureRequest) -> Iterator[Cluster]:
         yield both
 
 
-@pytest.fixture
-def store(either: Cluster, settings: Any) -> Iterator[Any]:
-    settings.SINGLETASK_CACHE = "cluster"
+@pytest.fixture(params=CLIENTS)
+def store(either: Cluster, settings: Any, request: pytest.FixtureRequest) -> Iterator[Any]:
+    settings.SINGLETASK_CACHE = request.param
     settings.SINGLETASK_HISTORY = "off"
     for node in either.primaries:
         either.say(node, "FLUSHALL")
-    with private_store(settings, "cluster", either.url) as store:
+    with private_store(settings, request.param, either.url) as store:
         yield store
 
 
@@ -170,8 +181,9 @@ def test_locks_of_all_nodes_are_listed_in_few_trips(store: Any, monkeypatch: Any
 
 @pytest.mark.only_all("it starts processes")
 def test_the_probe_names_each_node(either: Cluster, store: Any, monkeypatch: Any) -> None:
-    monkeypatch.setenv("SINGLETASK_TEST_CLUSTER", either.url)
-    result = probe("cluster")
+    for name, value in variables(store.cache_alias, either).items():
+        monkeypatch.setenv(name, value)
+    result = probe(store.cache_alias)
     assert result.fit
     texts = [finding.text for finding in result.findings]
     for node in either.primaries:
@@ -413,9 +425,9 @@ def test_a_free_lock_is_taken_as_soon_as_its_slot_has_moved(
 
 @pytest.mark.only_all("it starts processes")
 def test_many_processes_take_turns_while_slots_migrate(either: Cluster, store: Any) -> None:
-    command = [sys.executable, "-m", "tests.racers", "cluster", "2"]
-    variables = {**os.environ, **VARIABLES, "SINGLETASK_TEST_CLUSTER": either.url}
-    racers = subprocess.Popen(command, cwd=ROOT, env=variables, stdout=subprocess.PIPE, text=True)
+    command = [sys.executable, "-m", "tests.racers", store.cache_alias, "2"]
+    env = os.environ | variables(store.cache_alias, either)
+    racers = subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True)
     migration, moves = Migration(either, store, "moves"), 0
     while racers.poll() is None:
         migration.begin()
@@ -461,17 +473,21 @@ def test_only_the_takes_of_a_node_that_forgot_are_held_back(
 
 @pytest.mark.only_all("a failover takes long")
 @pytest.mark.usefixtures("outside_of_tests")
-@pytest.mark.parametrize("info", ["+info", "-info"])
-def test_a_failover_holds_back_the_takes_of_that_node_alone(settings: Any, info: str) -> None:
+@pytest.mark.parametrize(
+    ("alias", "info"), [("cluster", "+info"), ("redis", "+info"), ("django_redis", "-info")]
+)
+def test_a_failover_holds_back_the_takes_of_that_node_alone(
+    settings: Any, alias: str, info: str
+) -> None:
     """Meanwhile all nodes refuse requests; and where INFO is forbidden, the address tells."""
-    settings.SINGLETASK_CACHE = "cluster"
+    settings.SINGLETASK_CACHE = alias
     settings.SINGLETASK_HISTORY = "off"
     with Cluster() as both:
-        user = LINE.replace("~shop:", "~cluster:"), "+cluster|slots", "+asking", info
+        user = LINE.replace("~shop:", f"~{alias}:"), "+cluster|slots", "+asking", info
         for node in both.nodes:
             assert "OK" in both.say(node, *user)
         url = both.url.replace("//", "//locks:secret@")
-        with private_store(settings, "cluster", url) as store:
+        with private_store(settings, alias, url) as store:
             names = [names_on(store, where_is(node))[0] for node in both.primaries]
             epochs = [store.group(key_of(name)).epoch for name in names]
             assert all(map(can_be_taken, names))
@@ -533,7 +549,7 @@ WAYS: dict[str, tuple[Callable[[Cluster, int], None], int, float]] = {
 """How a node forgets, how many replicas it has, and for how many seconds others want the lock."""
 
 
-def forget(way: str, kind: type[Redis], fault: str) -> dict[str, Any]:
+def forget(way: str, kind: type[Redis], alias: str, fault: str = "") -> dict[str, Any]:
     """Let the node of a held lock forget it, and return what tests/beside.py saw."""
     work, replicas, seconds = WAYS[way]
     with Cluster(kind, enable_debug_command="yes", replicas=replicas) as both:
@@ -541,15 +557,15 @@ def forget(way: str, kind: type[Redis], fault: str) -> dict[str, Any]:
         number = node_of(key, both)
         tag = cluster.TAGS[int(key[-32:-30], 16)]
         # The copy has the epoch of before.
-        both.say(both.primaries[number], f"SET cluster:1:{EPOCH}{{{tag}}} old")
+        both.say(both.primaries[number], f"SET {alias}:1:{EPOCH}{{{tag}}} old")
         if way == "old snapshot":
             assert "OK" in both.say(both.primaries[number], "SAVE")
         if way == "lagging replica":
             let_lag(both, number)
         process = subprocess.Popen(
-            [sys.executable, "-m", "tests.beside", "cluster", str(seconds), *fault.splitlines()],
+            [sys.executable, "-m", "tests.beside", alias, str(seconds), *fault.splitlines()],
             cwd=ROOT,
-            env={**os.environ, **VARIABLES, "SINGLETASK_TEST_CLUSTER": both.url},
+            env=os.environ | variables(alias, both),
             text=True,
             stdout=subprocess.PIPE,
         )
@@ -559,19 +575,21 @@ def forget(way: str, kind: type[Redis], fault: str) -> dict[str, Any]:
             return json.loads(process.stdout.read())
 
 
-@pytest.mark.only_all("another way shows it", "old snapshot-Valkey", "lagging replica-Valkey")
+@pytest.mark.only_all("another way shows it", "redis", "lagging replica-Valkey-cluster")
 @pytest.mark.parametrize(
-    ("way", "kind"),
+    ("way", "kind", "alias"),
     [
-        ("flush", Valkey),
-        ("restart", Redis),
-        ("old snapshot", Valkey),
-        ("lagging replica", Valkey),
-        ("lagging replica", Redis),
+        ("flush", Valkey, "cluster"),
+        ("flush", Redis, "redis"),
+        ("restart", Redis, "cluster"),
+        ("restart", Valkey, "django_redis"),
+        ("old snapshot", Valkey, "redis"),
+        ("lagging replica", Valkey, "cluster"),
+        ("lagging replica", Redis, "django_redis"),
     ],
 )
-def test_a_holder_has_its_lock_back_before_others_take_it(way, kind) -> None:
-    assert forget(way, kind, "") == {"beside": 0, "retaken": 1, "lost": False}
+def test_a_holder_has_its_lock_back_before_others_take_it(way, kind, alias) -> None:
+    assert forget(way, kind, alias) == {"beside": 0, "retaken": 1, "lost": False}
 
 
 @pytest.mark.only_all("shown with a replica")
@@ -584,7 +602,7 @@ def test_a_holder_has_its_lock_back_before_others_take_it(way, kind) -> None:
     ],
 )
 def test_control_without_it_others_run_beside_the_holder(way, fault) -> None:
-    assert forget(way, Valkey, fault)["beside"] > 0
+    assert forget(way, Valkey, "redis", fault)["beside"] > 0
 
 
 # A node that does not answer
@@ -598,12 +616,14 @@ def patient() -> Iterator[Cluster]:
         yield both
 
 
-@pytest.fixture
-def hanging(patient: Cluster, settings: Any) -> Iterator[tuple[Any, Server]]:
+@pytest.fixture(params=["cluster", "redis"])
+def hanging(
+    patient: Cluster, settings: Any, request: pytest.FixtureRequest
+) -> Iterator[tuple[Any, Server]]:
     """Give a store, and the first of its nodes."""
-    settings.SINGLETASK_CACHE = "cluster"
+    settings.SINGLETASK_CACHE = request.param
     settings.SINGLETASK_HISTORY = "off"
-    with private_store(settings, "cluster", patient.url) as store:
+    with private_store(settings, request.param, patient.url) as store:
         store.look()
         yield store, patient.primaries[0]
     patient.primaries[0].resume()
@@ -661,9 +681,8 @@ def test_a_node_that_is_down_keeps_nobody_from_asking_the_others(hanging) -> Non
     groups = [store.map.owners.index(where) for where in store.seeds]
     store.map.owners[groups[1]] = store.seeds[2]  # as before it moved
     node.kill()
-    gets = {group: (bool, "GET", f"{{{cluster.TAGS[group]}}}") for group in groups}
-    answers = store.ask_each(gets)
-    assert {*islice(answers, 2)} == {(group, False) for group in groups[1:]}
+    answers = store.read_each({group: ["nothing"] for group in groups})
+    assert [*islice(answers, 2)] == [(groups[2], {}), (groups[1], {})]
     with pytest.raises(LockUnavailable):
         next(answers)
 
@@ -687,9 +706,9 @@ def can_be_taken(name: str) -> bool:
 
 
 def test_what_could_not_be_given_back_is_given_back_by_the_replica(settings) -> None:
-    settings.SINGLETASK_CACHE = "cluster"
+    settings.SINGLETASK_CACHE = "redis"
     settings.SINGLETASK_HISTORY = "off"
-    with Cluster() as both, private_store(settings, "cluster", both.url):
+    with Cluster() as both, private_store(settings, "redis", both.url):
         number = node_of(key_of("nightly"), both)
         lock = TaskLock("nightly", timeout=60)
         assert lock.acquire()

@@ -273,7 +273,7 @@ def test_stores_that_cannot_be_are_refused(use, settings, value, reason):
         (REDIS, "redis://x/1", "memcached.PyMemcacheStore", "'client_servers'"),
         (REDIS, "redis://x/1", "locmem.LocMemStore", "'_lock'"),
         (MEMCACHED, "x:1", "redis.RedisStore", "'get_client'"),
-        (DATABASE, "t", "cluster.ClusterStore", "'client'"),
+        (DATABASE, "t", "cluster.ClusterStore", "'_cache'"),
         (dotted("Unknown"), "", "database.DatabaseStore", "'cache_model_class'"),
     ],
 )

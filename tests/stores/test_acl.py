@@ -107,9 +107,11 @@ def test_control_each_command_is_needed(settings, server, command):
 def test_a_refused_script_says_why(settings, server):
     allow(server, "redis", "-script|load")
     settings.SINGLETASK_CACHE = "redis"
-    with private_store(settings, "redis", url_of(server)):
-        with pytest.raises(LockError, match=r"permissions to run the 'script\|load' command"):
-            TaskLock("nightly").acquire()
+    with (
+        pytest.raises(LockError, match=r"permissions to run the 'script\|load' command"),
+        private_store(settings, "redis", url_of(server)),
+    ):
+        TaskLock("nightly").acquire()
 
 
 def test_control_other_keys_are_refused(settings, server):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -158,16 +157,6 @@ def test_a_server_that_pushes_messages_after_each_change_keeps_locks(store: Any)
     store.client.set("other", "value")
     use(store)
     assert store.read(KEY).value == A
-
-
-@pytest.fixture(scope="module")
-def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    folder = tmp_path_factory.mktemp("tls")
-    key, file = folder / "key.pem", folder / "certificate.pem"
-    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2"]
-    command += ["-subj", "/CN=localhost", "-keyout", str(key), "-out", str(file)]
-    subprocess.run(command, check=True, capture_output=True)
-    return key, file
 
 
 @pytest.mark.usefixtures("reader")
