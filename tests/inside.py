@@ -12,7 +12,7 @@ import math
 import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -508,8 +508,8 @@ def send_before_adding_entries(patch: pytest.MonkeyPatch) -> list[Callable[[], A
     """Break the order of a sender: collect what adds the entry, for after the message."""
     later: list[Callable[[], Any]] = []
 
-    def add(call: unique.QueuedCall, seconds: float) -> None:
-        later.append(partial(real, call, seconds))
+    def add(call: unique.QueuedCall, message: header.Header, seconds: float) -> None:
+        later.append(partial(real, call, message, seconds))
 
     real = unique.QueuedCall.add
     patch.setattr(unique.QueuedCall, "add", add)
@@ -553,7 +553,10 @@ def signal_after_taking_over(task: Any, error: Exception) -> None:
 def numbers(lock: TaskLock, task: Any) -> tuple[int, int] | None:
     """Return the highest number that a call has taken, and the highest noted; None: no entry."""
     entry = beside(lock, keys.LATEST, task.name).read()
-    return entry and latest.State.decode(entry.value)[1:]
+    if entry is None:
+        return None
+    state = latest.State.decode(entry.value)
+    return state.taken, max(state.noted, state.received)
 
 
 def spoil_numbers(lock: TaskLock, task: Any) -> None:
@@ -563,12 +566,56 @@ def spoil_numbers(lock: TaskLock, task: Any) -> None:
 
 def take_number(lock: TaskLock, task: Any) -> list[Any] | None:
     """Take the next number, as a call does before its message is published."""
-    return latest.take_ticket(ref_of(lock), task.name)
+    return latest.take_ticket(ref_of(lock), task.name, header.Header("", task.name), None)
 
 
 def note_number(lock: TaskLock, task: Any, ticket: Any) -> bool:
     """Note a number, as a call does after its message is published; say whether one is higher."""
-    return latest.gives_way(ref_of(lock), task.name, ticket)
+    return latest.gives_way(ref_of(lock), task.name, ticket, is_sent=True)
+
+
+def forget_numbers(lock: TaskLock, task: Any) -> None:
+    """Let the cache forget the numbers."""
+    entry = beside(lock, keys.LATEST, task.name)
+    free(entry, read(entry).value)
+
+
+def series_that_wait(lock: TaskLock, task: Any) -> int:
+    """Return of how many series before the last one a call is kept that was not received."""
+    state = latest.State.decode(beside(lock, keys.LATEST, task.name).read().value)
+    return sum(last > state.received for last in state.lasts)
+
+
+def keep_no_last_call(patch: pytest.MonkeyPatch) -> None:
+    """Break the series: let a published call replace all calls before it."""
+    take = latest.State.take
+
+    def take_and_forget(state: latest.State, *args: Any) -> latest.State:
+        return take(state, *args)._replace(lasts=())
+
+    patch.setattr(latest.State, "take", take_and_forget)
+
+
+@contextmanager
+def killed_before_publishing(app: Any, *, notes: bool = False) -> Iterator[None]:
+    """Let a process end when it has taken the entry of a queued call, before it publishes its own.
+
+    With ``notes`` it notes its number in the wrong order: before the message.
+    """
+
+    def end(name: str, *args: Any, **message: Any) -> None:
+        if notes:
+            fields = header_of(message["headers"])
+            place = ref.LockRef("redis", fields["name"], fields["key"])
+            latest.gives_way(place, name, fields["ticket"], is_sent=True)
+        raise SystemExit
+
+    with (
+        mock.patch.object(app, "send_task", end),
+        mock.patch.object(unique.QueuedCall, "_withdraw"),
+        suppress(SystemExit),
+    ):
+        yield
 
 
 @contextmanager

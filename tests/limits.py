@@ -110,7 +110,7 @@ OPTIONS = {
         wrong_values=[],
     ),
     "unique_until": one_of(None, "start", "finish", "expiry"),
-    "unique_for": seconds(ABOVE_0, [3600, 60], wrong=[0]),
+    "unique_for": seconds(ABOVE_0, [None, 60], wrong=[0]),
     "on_duplicate": one_of("return", "raise", "replace"),
     "lock_history": one_of(True, False, types=BOOLEANS, values=()),
 }

@@ -89,6 +89,24 @@ The number must be taken before publishing; otherwise the older of two simultane
 If the cache loses the entry, a new epoch begins: a number that is noted in it belongs to a later
 call than every message of the old epoch.
 
+With unique_for, the calls are in series that end in time (latest.py). The last call of a series
+must run even if the workers are busy at the end. So it is kept, and a call of the next series does
+not replace it by being published. In a steady stream, one is published before each run, and none
+would ever run:
+
+    producer: last of S1   first of S2 .... last of S2   first of S3
+    worker:                          last of S1: ends               last of S2: ends
+
+It replaces it by being received, which the worker notes. So no older arguments run after newer
+ones, and behind a long run one call waits:
+
+    run:        has the lock ......................................................... ends
+    last of S1:     received, hops                       S2 was received -> ends
+    last of S2:                          received, hops                     hops         runs
+
+A call that was received is due. So the call that gives way, gives way to one that runs now or waits
+for the lock, and not to one of the future.
+
 Notes: a delivery has ended, but its result is not stored yet
 -------------------------------------------------------------
 

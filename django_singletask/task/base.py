@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import partialmethod
 from typing import Any
@@ -37,7 +37,13 @@ from django_singletask.task.options import (
     LockOptions,
     unknown_options,
 )
-from django_singletask.task.unique import QueuedCall, discard, seconds_to_block, seconds_until
+from django_singletask.task.unique import (
+    Publish,
+    QueuedCall,
+    discard,
+    seconds_to_block,
+    seconds_until,
+)
 
 UNSENDABLE = {name: f"write lock_options={{{name!r}: …}}." for name in NAMES}
 UNSENDABLE |= {name: f"use {here}. {GUIDE}" for name, here in ELSEWHERE.items()}
@@ -83,8 +89,6 @@ def check_definition(cls: type, base: type) -> None:
 celeryd_after_setup.connect(check_installed)
 
 
-Publish = Callable[[], Any]
-
 # ``_protected`` of a request: Celery's private mark, which says how far its call has come. Another
 # call of the task beside a request whose mark is not 0 is a direct call.
 NOT_BEGUN = 0
@@ -124,9 +128,10 @@ class SingletonTask(Attributes, DjangoTask):  # type: ignore[type-arg] # it is n
     * ``unique_until`` (None): do not send an identical call until this one has started
       (``"start"``) or finished (``"finish"``), or for ``unique_for`` seconds after its sending
       (``"expiry"``).
-    * ``unique_for`` (3600): the longest time in seconds for which a queued call stops identical
-      calls; at most 30 days. A call that has not begun stops them no longer than until 5 seconds
-      after its ``expires``.
+    * ``unique_for`` (None, which means 3600): the longest time in seconds for which a queued call
+      stops identical calls; at most 30 days. A call that has not begun stops them no longer than
+      until 5 seconds after its ``expires``. If it is set, and ``on_duplicate`` is ``"replace"``, a
+      run starts at the latest so many seconds after the first of the calls that replace each other.
     * ``on_duplicate``: ``"return"`` (default) the queued call's result, ``"raise"``
       :class:`DuplicateTask`, or ``"replace"`` the queued call, which is then skipped when a worker
       gets it.
@@ -312,7 +317,7 @@ class SingletonTask(Attributes, DjangoTask):  # type: ignore[type-arg] # it is n
                 queued_call.sender = of_run
                 seconds = seconds_to_block(merged, delay, expires)
                 result = queued_call.send(
-                    header, seconds, publish, self.AsyncResult, awaited=awaited
+                    header, options, seconds, publish, self.AsyncResult, awaited=awaited
                 )
                 return result
         result = publish()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
+import time
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -10,6 +13,26 @@ from django_singletask.exceptions import LockUnavailable
 from django_singletask.locks.keys import LATEST
 from django_singletask.locks.ref import LockRef
 from django_singletask.stores import get_store
+from django_singletask.task.header import Header
+
+# Series (on_duplicate="replace" with unique_for)
+#
+# A series is the calls that replace each other until one is received, or until the end that its
+# first call has written. A later call starts at the end if its own time is later. Two producers
+# that find it over begin one new series:
+#
+#   producer A: reads S1: over   writes S2
+#   producer B: reads S1: over               refused   reads S2: belongs to it
+#
+# The same happens if a worker receives the last call in between. If the end passes between taking a
+# number and publishing, or the clock of B is a second ahead, A's call gives way to B's, which is
+# newer. The call before it was the last that was published in time, and is kept:
+#
+#   producer A: takes 2 in S1   sleeps ............................................. publishes
+#   producer B:                          the end   keeps 1 as the last   takes 3 in S2, publishes
+#
+# A producer that is killed after it has taken a number has not noted it, so the call before it runs
+# or is kept. If the cache loses the entry, the next call begins a new series.
 
 LEASE = 24 * 60 * 60
 """Seconds; far longer than most calls are queued."""
@@ -18,35 +41,60 @@ TRIES = 100
 
 
 Ticket = list[Any]
-"""The epoch, and the number of a call."""
+"""The epoch, the number of a call, and the end of its series (0: none)."""
 
 
 class State(NamedTuple):
-    """The content of the entry: the highest number taken, and the highest number noted."""
+    """The content of the entry: the highest numbers, and the series.
+
+    ``received`` is the highest number that a worker has received. ``end`` is the end of the last
+    series, as a Unix time of a producer (0: it has none). ``lasts`` are the numbers of the last
+    calls of the series before it.
+    """
 
     epoch: str
-    taken: int
-    noted: int
+    taken: int = 0
+    noted: int = 0
+    received: int = 0
+    end: float = 0.0
+    lasts: Sequence[int] = ()
 
     def encode(self) -> bytes:
         # Each value is unique, so a refused change never looks like a successful one.
-        return ":".join(map(str, (*self, os.urandom(8).hex()))).encode()
+        return json.dumps([*self, os.urandom(8).hex()]).encode()
 
     @classmethod
     def decode(cls, value: bytes) -> State:
         try:
-            epoch, taken, noted, _ = value.decode().split(":")
-            return cls(epoch, int(taken), int(noted))
-        except ValueError:  # something else wrote it
+            *fields, _ = json.loads(value)
+            return cls(*fields)
+        except (ValueError, TypeError):  # something else wrote it
             return cls.new()
 
     @classmethod
     def new(cls) -> State:
         """Begin a new epoch."""
-        return cls(os.urandom(8).hex(), 0, 0)
+        return cls(os.urandom(8).hex())
+
+    def take(self, header: Header, length: float | None) -> State:
+        """Return the state after this call has taken a number, in the last series or in a new one.
+
+        A series is over at its end, or when all calls are received. Its ``length`` counts from the
+        sending of its first call, or from the start of a call that starts later than that.
+        """
+        state = self._replace(taken=self.taken + 1)
+        if length is None:
+            return state._replace(end=0.0)
+        begin = header.due - header.delay
+        if header.delay >= length:
+            begin = header.due
+        if self.taken > self.received and self.end > max(begin, time.time()):
+            return state
+        lasts = [last for last in (*self.lasts, self.noted) if last >= self.received]
+        return state._replace(end=begin + length, lasts=lasts)
 
 
-def take_ticket(lock: LockRef, task: str) -> Ticket | None:
+def take_ticket(lock: LockRef, task: str, header: Header, length: float | None) -> Ticket | None:
     """Take the next number; None if other calls were faster at each attempt."""
     store = get_store(lock.cache)
     key = lock.lock_key.beside(LATEST, task).key
@@ -55,24 +103,24 @@ def take_ticket(lock: LockRef, task: str) -> Ticket | None:
         state = State.new()
         if entry:
             state = State.decode(entry.value)
-        number = state.taken + 1
-        value = state._replace(taken=number).encode()
+        state = state.take(header, length)
         if entry:
-            is_taken = store.replace(key, entry.value, value, LEASE)
+            is_taken = store.replace(key, entry.value, state.encode(), LEASE)
         else:
-            is_taken = not store.add(key, value, LEASE)
+            is_taken = not store.add(key, state.encode(), LEASE)
         if is_taken:
-            return [state.epoch, number]
+            return [state.epoch, state.taken, state.end]
     return None
 
 
-def gives_way(lock: LockRef, task: str, ticket: Any) -> bool:
-    """Return whether a later message is noted; if not, note this one, which is published.
+def gives_way(lock: LockRef, task: str, ticket: Any, *, is_sent: bool = False) -> bool:
+    """Return whether a later call replaces this one; if not, note this one.
 
-    If the cache cannot be used, the call runs, and whoever takes the lock next reports it.
+    The producer notes that ``is_sent``, and a worker that it is received; see task/__init__.py. If
+    the cache cannot be used, the call runs, and whoever takes the lock next reports it.
     """
     with suppress(LockUnavailable, TypeError, ValueError):  # another program wrote the ticket
-        epoch, number = ticket
+        epoch, number, _end = ticket
         key = lock.lock_key.beside(LATEST, task).key
         for _ in range(TRIES):
             entry = get_store(lock.cache).read(key)
@@ -81,9 +129,16 @@ def gives_way(lock: LockRef, task: str, ticket: Any) -> bool:
             state = State.decode(entry.value)
             if state.epoch != epoch:
                 return state.noted > 0
-            if state.noted >= number:
-                return bool(state.noted > number)
-            value = state._replace(noted=number).encode()
-            if get_store(lock.cache).replace(key, entry.value, value, LEASE):
+            if number < state.received:
+                return True
+            if number < state.noted and number not in state.lasts:
+                return True
+            if number == state.received:
+                return False
+            if is_sent:
+                state = state._replace(noted=number)
+            else:
+                state = state._replace(received=number)
+            if get_store(lock.cache).replace(key, entry.value, state.encode(), LEASE):
                 return False
     return False

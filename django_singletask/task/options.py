@@ -43,6 +43,8 @@ ON_CONFLICT = ("skip", "raise", "wait", "requeue")
 ON_OUTAGE = ("raise", "run", "skip")
 UNIQUE_UNTIL = (None, "start", "finish", "expiry")
 ON_DUPLICATE = ("return", "raise", "replace")
+UNIQUE_FOR = 3600
+"""The seconds of ``unique_for`` where it is not set."""
 BOOLEANS = (True, False)
 CHOICES: dict[str, tuple[Any, ...]] = {
     "on_conflict": ON_CONFLICT,
@@ -125,7 +127,7 @@ class Attributes:
     on_outage: str = "raise"
     skip_result: Any = None
     unique_until: str | None = None
-    unique_for: float = 3600
+    unique_for: float | None = None
     on_duplicate: str = "return"
     lock_history: bool = True
 
@@ -197,6 +199,13 @@ class LockOptions(SimpleNamespace, Attributes):
             for name, value in overrides.items():
                 setattr(options, name, value)
         return options
+
+    @property
+    def blocks_for(self) -> float:
+        """For how many seconds a queued call stops identical calls, at most."""
+        if self.unique_for is None:
+            return UNIQUE_FOR
+        return self.unique_for
 
     def lock(self, key: LockKey, task: str) -> TaskLock:
         """Return the lock of a task with these options, not acquired.

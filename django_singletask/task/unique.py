@@ -76,6 +76,9 @@ pool: one that then waits for a thread begins late. After these seconds, it begi
 """
 
 
+Publish = Callable[[], Any]
+
+
 class QueuedCall:
     """The entry next to a lock that stops duplicates of a call.
 
@@ -117,8 +120,9 @@ class QueuedCall:
     def send(
         self,
         header: Header,
+        message: dict[str, Any],
         seconds: float,
-        publish: Callable[[], Any],
+        publish: Publish,
         result_of: Callable[[str], Any],
         *,
         awaited: bool,
@@ -129,13 +133,14 @@ class QueuedCall:
         that is ``awaited`` by others is sent in any case, without an entry. The entry lasts for so
         many ``seconds``; 0: the call has expired, so no worker begins it, and it stops no other.
         If another base publishes the call later, or never, ``publish`` returns None. Then the entry
-        belongs to no call that is published, and is freed.
+        belongs to no call that is published, and is freed. ``message`` has Celery's options of the
+        call, whose time changes if its series ends earlier.
         """
         if not seconds:
             return publish()
         result = None
         try:
-            blocker = self.add(seconds)
+            blocker = self.add(header, seconds)
             # Without a task id the entry belongs to no call. Send the call; its lock decides.
             if blocker is not None and blocker.task_id and not awaited:
                 self._report_duplicate(blocker)
@@ -145,16 +150,24 @@ class QueuedCall:
             if self.is_there:
                 header.queued = self.value.decode()
             header.ticket = None
-            if not awaited:
+            if self.ticket and not awaited:
                 header.ticket = self.ticket
+                self._start_in_time(header, message, self.ticket[2])
             result = publish()
         finally:
             if result is None:
                 self._withdraw()
         if self.ticket and result is not None:
             # Let this call, which is now published, replace the calls before it.
-            gives_way(self.lock, self.ref.task or "", self.ticket)
+            gives_way(self.lock, self.ref.task or "", self.ticket, is_sent=True)
         return result
+
+    def _start_in_time(self, header: Header, message: dict[str, Any], end: float) -> None:
+        """Let the call start at the end of its series, if its own time is later."""
+        if 0 < end < header.due:
+            header.delay -= header.due - end
+            header.due = end
+            message |= {"countdown": None, "eta": datetime.fromtimestamp(end, UTC)}
 
     def _report_duplicate(self, blocker: Holder) -> None:
         kind = "queued"
@@ -166,7 +179,7 @@ class QueuedCall:
         caller = self.lock._replace(task_id=None).holder(0.0)
         self.lock.tell("duplicate", caller, of_call=True, blocker=blocker, reason=kind)
 
-    def add(self, seconds: float) -> Holder | None:
+    def add(self, header: Header, seconds: float) -> Holder | None:
         """Add the entry, or return the holder of the entry of an identical queued call.
 
         A call that the body of the holder sends takes over the entry of its run. A call that
@@ -185,7 +198,8 @@ class QueuedCall:
                 blocker = None
             if self.options.on_duplicate != "replace":
                 return blocker
-            self.ticket = take_ticket(self.lock, self.ref.task or "")
+            task = self.ref.task or ""
+            self.ticket = take_ticket(self.lock, task, header, self.options.unique_for)
             if blocker is not None:
                 entry, holder = self.ref.read_holder()
                 # The entry of a run has a process, and stays until the run is finished.
@@ -295,9 +309,9 @@ class QueuedCall:
         self.running = lease  # before the requests: a signal may come after them
         try:
             # If the entry has ended, or was freed with a killed earlier run, take it again, unless
-            # another call is queued by now.
+            # another call is queued by now, such as one of the next series.
             if not lease.replace(self.value) and lease.take() is not None:
-                logger.warning("%s: an identical call was queued meanwhile.", lease)
+                logger.info("%s: an identical call was queued meanwhile.", lease)
         finally:
             if lease.held:
                 self.is_there = False
@@ -307,7 +321,7 @@ class QueuedCall:
     def _note_begin(self) -> None:
         """Note in the entry that the call has begun; it cannot expire any more."""
         queued = self.holder
-        length = self.options.unique_for
+        length = self.options.blocks_for
         begun = without_process(queued, length, kept=True).encode()
         # The entry may be gone, because a killed run's entry was freed or because the cache lost
         # it. Or the cache may not report when it ends. Then the clocks of both hosts decide how
@@ -419,7 +433,7 @@ def seconds_to_block(options: LockOptions, delay: float, expires: Any) -> float:
         left = seconds_until(expires)
     if left <= 0:
         return 0.0
-    seconds = options.unique_for
+    seconds = options.blocks_for
     if options.unique_until != "expiry":
         seconds += delay
     return min(seconds, left + EXPIRY_MARGIN, MAX_LEASE)

@@ -288,7 +288,7 @@ class queued(_Elsewhere):
         if key == NO_LOCK:
             raise ValueError(f"queued(): this call of {task.name} has no lock, so no duplicates.")
         ref = LockRef(conf.cache, *key, task=task.name, task_id=str(uuid.uuid4())).beside(QUEUED)
-        return self._add(ref.cache, [ref.key], _elsewhere(ref, options.unique_for))
+        return self._add(ref.cache, [ref.key], _elsewhere(ref, options.blocks_for))
 
     def _refusal(self, holder: Holder, entry: Entry) -> Exception:
         return DuplicateTask(holder.name, holder.task_id or "")

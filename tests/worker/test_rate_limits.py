@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+import multiprocessing
 import time
 
 import pytest
 
+from tests.deadline import wait_for
 from tests.guides import lock_options
 from tests.testapp import tasks
 from tests.worker.harness import get
@@ -41,6 +44,36 @@ def test_debounce_runs_once_after_the_last_call(worker, call, options, runs):
         get(each)
     assert sorted(line["value"] for line in worker.events("start")) == runs
     assert starts(worker)[-1] > last + 0.9
+
+
+def test_debounce_runs_in_time_although_two_producers_send_without_a_pause(worker, key):
+    options = {**PAGE["reindex"], "unique_for": 2}
+    fork = multiprocessing.get_context("fork")
+    is_enough = fork.Event()
+
+    def send(value):
+        return worker.send(tasks.requeue, key, 0, value, countdown=1, lock_options=options)
+
+    def produce(first):
+        for value in itertools.count(first, 2):
+            send(value)
+            if is_enough.wait(0.05):
+                break
+
+    before = time.monotonic()
+    producers = [fork.Process(target=produce, args=[first]) for first in (0, 1)]
+    for each in producers:
+        each.start()
+    wait_for(lambda: len(starts(worker)) > 1, "two runs, while calls go on")
+    is_enough.set()
+    for each in producers:
+        each.join()
+    assert get(send(-1)) == "ran"
+    values = [line["value"] for line in worker.events("start")]
+    assert values[-1] == -1
+    assert len({*values}) == len(values)
+    assert worker.overlaps() == 0
+    assert worker.events("start")[0]["t"] > before + 0.9
 
 
 @pytest.mark.only_all("a control", "control")
