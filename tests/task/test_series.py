@@ -239,6 +239,33 @@ class TestTheEndHasPassed:
         assert deliver(waiting) == "ran"
         assert ran == [4]
 
+    def test_a_call_that_waits_is_not_replaced_by_one_that_is_not_due(self, sent, clock, ran):
+        """
+        run:    has the lock ........................... ends
+        first:     received, hops                              runs at its next hop
+        second:                      published: due later
+        """
+        send(1)
+        with held_by("another", task=task), postponed():
+            deliver(sent[0])
+        clock.pass_by(10)
+        send(2)
+        assert deliver_all(sent[1:]) == ["ran", "ran"]
+        assert ran == [1, 2]
+
+
+def test_a_call_without_unique_for_has_no_series(sent, clock, start):
+    """It replaces what is queued, starts at its own time, and the next series begins after it."""
+    send(1)
+    clock.pass_by(50)
+    send(2, lock_options={"unique_for": None})
+    clock.pass_by(5)
+    send(3)
+    clock.pass_by(50)
+    send(4)
+    assert [start(message) for message in sent] == [20, 70, 75, 115]
+    assert deliver_all(sent) == ["skipped", "ran", "skipped", "ran"]
+
 
 class TestFinish:
     """With ``unique_until="finish"``, calls that other code sends during a run have no entry."""
