@@ -90,9 +90,9 @@ If the cache loses the entry, a new epoch begins: a number that is noted in it b
 call than every message of the old epoch.
 
 With unique_for, the calls are in series that end in time (latest.py). The last call of a series
-must run even if the workers are busy at the end. So it is kept, and a call of the next series does
-not replace it by being published. In a steady stream, one is published before each run, and none
-would ever run:
+must run even if the workers are busy at the end. So its number is remembered, and a call of the
+next series does not replace it by being published. In a steady stream, one is published before each
+run, and none would ever run:
 
     producer: last of S1   first of S2 .... last of S2   first of S3
     worker:                          last of S1: ends               last of S2: ends
@@ -104,8 +104,8 @@ ones, and behind a long run one call waits:
     last of S1:     received, hops                       S2 was received -> ends
     last of S2:                          received, hops                     hops         runs
 
-A call that was received is due. So the call that gives way, gives way to one that runs now or waits
-for the lock, and not to one of the future.
+A call that was received is due. So a call of an earlier series gives way to one that runs now or
+waits for the lock, and not to one of the future.
 
 Notes: a delivery has ended, but its result is not stored yet
 -------------------------------------------------------------

@@ -26,13 +26,13 @@ from django_singletask.task.header import Header
 #
 # The same happens if a worker receives the last call in between. If the end passes between taking a
 # number and publishing, or the clock of B is a second ahead, A's call gives way to B's, which is
-# newer. The call before it was the last that was published in time, and is kept:
+# newer. The call before it was the last that was published in time, and is remembered:
 #
 #   producer A: takes 2 in S1   sleeps ............................................. publishes
-#   producer B:                          the end   keeps 1 as the last   takes 3 in S2, publishes
+#   producer B:                          the end   takes 3 in S2, remembers 1   publishes, notes 3
 #
-# A producer that is killed after it has taken a number has not noted it, so the call before it runs
-# or is kept. If the cache loses the entry, the next call begins a new series.
+# A producer that is killed after it has taken a number has not noted it, so the call before it
+# runs. If the cache loses the entry, the next call begins a new series.
 
 LEASE = 24 * 60 * 60
 """Seconds; far longer than most calls are queued."""
@@ -48,8 +48,8 @@ class State(NamedTuple):
     """The content of the entry: the highest numbers, and the series.
 
     ``received`` is the highest number that a worker has received. ``end`` is the end of the last
-    series, as a Unix time of a producer (0: it has none). ``lasts`` are the numbers of the last
-    calls of the series before it.
+    series, as a Unix time of a producer (0: it has none). ``lasts`` are the last numbers of the
+    series before it.
     """
 
     epoch: str
@@ -90,7 +90,8 @@ class State(NamedTuple):
             begin = header.due
         if self.taken > self.received and self.end > max(begin, time.time()):
             return state
-        lasts = [last for last in (*self.lasts, self.noted) if last >= self.received]
+        lasts = (*self.lasts, self.noted, self.received)
+        lasts = tuple(last for last in lasts if last >= self.received)
         return state._replace(end=begin + length, lasts=lasts)
 
 

@@ -6,6 +6,7 @@ A series is the calls that replace each other, from the first one until the run 
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -239,13 +240,19 @@ class TestTheEndHasPassed:
         assert deliver(waiting) == "ran"
         assert ran == [4]
 
-    def test_a_call_that_waits_is_not_replaced_by_one_that_is_not_due(self, sent, clock, ran):
+    @pytest.mark.parametrize("is_noted", [True, False], ids=["noted", "received first"])
+    def test_a_call_that_waits_is_not_replaced_by_one_that_is_not_due(
+        self, sent, clock, ran, is_noted
+    ):
         """
         run:    has the lock ........................... ends
         first:     received, hops                              runs at its next hop
         second:                      published: due later
+
+        The worker may receive the first call before its producer notes it.
         """
-        send(1)
+        with nullcontext() if is_noted else inside.killed_before_the_note():
+            send(1)
         with held_by("another", task=task), postponed():
             deliver(sent[0])
         clock.pass_by(10)
