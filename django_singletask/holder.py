@@ -32,10 +32,9 @@ LIMITS = {
     "slots": COLUMN,
     "since": 2**32,
     "timeout": MAX_LEASE,
-    "series_end": 2**32,
     "version": VERSION,
 }
-"""The largest numbers; that of ``timeout`` is a month, of the two times the year 2106."""
+"""The largest numbers; those of ``since`` and ``timeout`` are the year 2106, and a month."""
 _encode = json.JSONEncoder(separators=(",", ":")).encode
 _decode = json.JSONDecoder().decode
 
@@ -62,8 +61,6 @@ class Holder(Process):
     returned: bool = False
     slots: int = 1
     """How many runs may hold the lock at once, according to this holder."""
-    series_end: float | int = 0.0
-    """When the series of a queued call ends, as a Unix time of its producer's host; 0: never."""
     version: int = VERSION
 
     def encode(self) -> bytes:

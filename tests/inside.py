@@ -556,7 +556,7 @@ def numbers(lock: TaskLock, task: Any) -> tuple[int, int] | None:
     if entry is None:
         return None
     state = latest.State.decode(entry.value)
-    return state.taken, max(state.noted.values(), default=0)
+    return state.taken, max(state.noted, state.received)
 
 
 def spoil_numbers(lock: TaskLock, task: Any) -> None:
@@ -566,12 +566,12 @@ def spoil_numbers(lock: TaskLock, task: Any) -> None:
 
 def take_number(lock: TaskLock, task: Any) -> list[Any] | None:
     """Take the next number, as a call does before its message is published."""
-    return latest.take_ticket(ref_of(lock), task.name, latest.NO_SERIES)
+    return latest.take_ticket(ref_of(lock), task.name, header.Header("", task.name), None)
 
 
 def note_number(lock: TaskLock, task: Any, ticket: Any) -> bool:
     """Note a number, as a call does after its message is published; say whether one is higher."""
-    return latest.gives_way(ref_of(lock), task.name, ticket, ticket[2])
+    return latest.gives_way(ref_of(lock), task.name, ticket, is_sent=True)
 
 
 def forget_numbers(lock: TaskLock, task: Any) -> None:
@@ -580,22 +580,20 @@ def forget_numbers(lock: TaskLock, task: Any) -> None:
     free(entry, read(entry).value)
 
 
-def series_of_numbers(lock: TaskLock, task: Any) -> int:
-    """Return of how many series numbers are noted; those for all calls count as one."""
-    return len(latest.State.decode(beside(lock, keys.LATEST, task.name).read().value).noted)
+def series_that_wait(lock: TaskLock, task: Any) -> int:
+    """Return of how many series before the last one a call is kept that was not received."""
+    state = latest.State.decode(beside(lock, keys.LATEST, task.name).read().value)
+    return sum(last > state.received for last in state.lasts)
 
 
-def keep_series(patch: pytest.MonkeyPatch, most: int) -> None:
-    patch.setattr(latest, "MOST", most)
+def keep_no_last_call(patch: pytest.MonkeyPatch) -> None:
+    """Break the series: let a published call replace all calls before it."""
+    take = latest.State.take
 
+    def take_and_forget(state: latest.State, *args: Any) -> latest.State:
+        return take(state, *args)._replace(lasts=())
 
-def count_all_series_together(patch: pytest.MonkeyPatch) -> None:
-    """Break the numbers of series: let a published call replace all calls before it."""
-
-    def note(lock: ref.LockRef, task: str, ticket: Any, series: str) -> bool:
-        return latest.gives_way(lock, task, ticket)
-
-    patch.setattr(unique, "gives_way", note)
+    patch.setattr(latest.State, "take", take_and_forget)
 
 
 @contextmanager
@@ -609,7 +607,7 @@ def killed_before_publishing(app: Any, *, notes: bool = False) -> Iterator[None]
         if notes:
             fields = header_of(message["headers"])
             place = ref.LockRef("redis", fields["name"], fields["key"])
-            latest.gives_way(place, name, fields["ticket"], fields["ticket"][2])
+            latest.gives_way(place, name, fields["ticket"], is_sent=True)
         raise SystemExit
 
     with (

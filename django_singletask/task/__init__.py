@@ -74,8 +74,7 @@ Tickets: of identical queued calls, the last runs (on_duplicate="replace")
 An entry next to the lock counts the calls. Each call takes the next number when it is sent,
 publishes its message with that number, and then notes the number in the entry. A delivery ends if a
 higher number is noted. A noted number has a message in the queue, so no work is lost. A call that
-others wait for, or whose body has begun, has a number, but no later call replaces it. A call of a
-series (unique.py) notes its number for that series alone.
+others wait for, or whose body has begun, has a number, but no later call replaces it.
 
     producer A: takes 1, publishes A, notes 1
     producer B:                          takes 2, publishes B, notes 2
@@ -90,22 +89,23 @@ The number must be taken before publishing; otherwise the older of two simultane
 If the cache loses the entry, a new epoch begins: a number that is noted in it belongs to a later
 call than every message of the old epoch.
 
-A series ends at a fixed time, and its last call must run even if the workers are busy then. So the
-calls of the next series do not replace it when they are published. In a steady stream with a busy
-worker, there is such a call before each run, and none would ever run:
+With unique_for, the calls are in series that end in time (latest.py). The last call of a series
+must run even if the workers are busy at the end. So its number is remembered, and a call of the
+next series does not replace it by being published. In a steady stream, one is published before each
+run, and none would ever run:
 
     producer: last of S1   first of S2 .... last of S2   first of S3
     worker:                          last of S1: ends               last of S2: ends
 
-They replace it when they are received: then the worker notes their number for all series. So no
-older arguments run after newer ones, and of many series only one call waits for a long run:
+It replaces it by being received, which the worker notes. So no older arguments run after newer
+ones, and behind a long run one call waits:
 
     run:        has the lock ......................................................... ends
     last of S1:     received, hops                       S2 was received -> ends
     last of S2:                          received, hops                     hops         runs
 
-A call that was received is due. So each call that gives way has given way to one that takes the
-lock now, or waits for it, and not to one of the future.
+A call that was received is due. So a call of an earlier series gives way to one that runs now or
+waits for the lock, and not to one of the future.
 
 Notes: a delivery has ended, but its result is not stored yet
 -------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import partialmethod
 from typing import Any
@@ -37,7 +37,13 @@ from django_singletask.task.options import (
     LockOptions,
     unknown_options,
 )
-from django_singletask.task.unique import QueuedCall, discard, seconds_to_block, seconds_until
+from django_singletask.task.unique import (
+    Publish,
+    QueuedCall,
+    discard,
+    seconds_to_block,
+    seconds_until,
+)
 
 UNSENDABLE = {name: f"write lock_options={{{name!r}: …}}." for name in NAMES}
 UNSENDABLE |= {name: f"use {here}. {GUIDE}" for name, here in ELSEWHERE.items()}
@@ -87,8 +93,6 @@ def check_definition(cls: type, base: type) -> None:
 # Not in worker.startup, which only an installed app connects.
 celeryd_after_setup.connect(check_installed)
 
-
-Publish = Callable[[], Any]
 
 # ``_protected`` of a request: Celery's private mark, which says how far its call has come. Another
 # call of the task beside a request whose mark is not 0 is a direct call.

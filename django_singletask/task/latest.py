@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import time
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -11,27 +13,51 @@ from django_singletask.exceptions import LockUnavailable
 from django_singletask.locks.keys import LATEST
 from django_singletask.locks.ref import LockRef
 from django_singletask.stores import get_store
+from django_singletask.task.header import Header
+
+# Series (on_duplicate="replace" with unique_for)
+#
+# A series is the calls that replace each other until one is received, or until the end that its
+# first call has written. A later call starts at the end if its own time is later. Two producers
+# that find it over begin one new series:
+#
+#   producer A: reads S1: over   writes S2
+#   producer B: reads S1: over               refused   reads S2: belongs to it
+#
+# The same happens if a worker receives the last call in between. If the end passes between taking a
+# number and publishing, or the clock of B is a second ahead, A's call gives way to B's, which is
+# newer. The call before it was the last that was published in time, and is remembered:
+#
+#   producer A: takes 2 in S1   sleeps ............................................. publishes
+#   producer B:                          the end   takes 3 in S2, remembers 1   publishes, notes 3
+#
+# A producer that is killed after it has taken a number has not noted it, so the call before it
+# runs. If the cache loses the entry, the next call begins a new series.
 
 LEASE = 24 * 60 * 60
 """Seconds; far longer than most calls are queued."""
 
 TRIES = 100
-MOST = 1000
-"""How many series are kept; of the oldest ones, each message runs."""
 
-NO_SERIES = str(0.0)
-"""The name of a series is its end. Under this name, a number is noted for all calls."""
 
 Ticket = list[Any]
-"""The epoch, the number of a call, and the name of its series."""
+"""The epoch, the number of a call, and the end of its series (0: none)."""
 
 
 class State(NamedTuple):
-    """The content of the entry: the highest number taken, and the highest noted for each series."""
+    """The content of the entry: the highest numbers, and the series.
+
+    ``received`` is the highest number that a worker has received. ``end`` is the end of the last
+    series, as a Unix time of a producer (0: it has none). ``lasts`` are the last numbers of the
+    series before it.
+    """
 
     epoch: str
-    taken: int
-    noted: dict[str, int]
+    taken: int = 0
+    noted: int = 0
+    received: int = 0
+    end: float = 0.0
+    lasts: Sequence[int] = ()
 
     def encode(self) -> bytes:
         # Each value is unique, so a refused change never looks like a successful one.
@@ -40,30 +66,36 @@ class State(NamedTuple):
     @classmethod
     def decode(cls, value: bytes) -> State:
         try:
-            epoch, taken, noted, _ = json.loads(value)
-            return cls(epoch, int(taken), dict(noted))
+            *fields, _ = json.loads(value)
+            return cls(*fields)
         except (ValueError, TypeError):  # something else wrote it
             return cls.new()
 
     @classmethod
     def new(cls) -> State:
         """Begin a new epoch."""
-        return cls(os.urandom(8).hex(), 0, {})
+        return cls(os.urandom(8).hex())
 
-    def latest(self, series: str) -> int:
-        """Return the highest number that is noted for the calls of a series."""
-        return max(self.noted.get(series, 0), self.noted.get(NO_SERIES, 0))
+    def take(self, header: Header, length: float | None) -> State:
+        """Return the state after this call has taken a number, in the last series or in a new one.
 
-    def note(self, series: str, number: int) -> State:
-        """Return the state with this number, too; one for all calls replaces earlier series."""
-        noted = dict([*self.noted.items()][-MOST:])
-        if series == NO_SERIES:
-            noted = {name: last for name, last in noted.items() if last > number}
-        noted[series] = number
-        return self._replace(noted=noted)
+        A series is over at its end, or when all calls are received. Its ``length`` counts from the
+        sending of its first call, or from the start of a call that starts later than that.
+        """
+        state = self._replace(taken=self.taken + 1)
+        if length is None:
+            return state._replace(end=0.0)
+        begin = header.due - header.delay
+        if header.delay >= length:
+            begin = header.due
+        if self.taken > self.received and self.end > max(begin, time.time()):
+            return state
+        lasts = (*self.lasts, self.noted, self.received)
+        lasts = tuple(last for last in lasts if last >= self.received)
+        return state._replace(end=begin + length, lasts=lasts)
 
 
-def take_ticket(lock: LockRef, task: str, series: str) -> Ticket | None:
+def take_ticket(lock: LockRef, task: str, header: Header, length: float | None) -> Ticket | None:
     """Take the next number; None if other calls were faster at each attempt."""
     store = get_store(lock.cache)
     key = lock.lock_key.beside(LATEST, task).key
@@ -72,25 +104,24 @@ def take_ticket(lock: LockRef, task: str, series: str) -> Ticket | None:
         state = State.new()
         if entry:
             state = State.decode(entry.value)
-        number = state.taken + 1
-        value = state._replace(taken=number).encode()
+        state = state.take(header, length)
         if entry:
-            is_taken = store.replace(key, entry.value, value, LEASE)
+            is_taken = store.replace(key, entry.value, state.encode(), LEASE)
         else:
-            is_taken = not store.add(key, value, LEASE)
+            is_taken = not store.add(key, state.encode(), LEASE)
         if is_taken:
-            return [state.epoch, number, series]
+            return [state.epoch, state.taken, state.end]
     return None
 
 
-def gives_way(lock: LockRef, task: str, ticket: Any, noted_for: str = NO_SERIES) -> bool:
-    """Return whether a later message replaces this one; if not, note this one.
+def gives_way(lock: LockRef, task: str, ticket: Any, *, is_sent: bool = False) -> bool:
+    """Return whether a later call replaces this one; if not, note this one.
 
-    The producer notes it for its series, and the worker for all calls; see task/__init__.py. If the
-    cache cannot be used, the call runs, and whoever takes the lock next reports it.
+    The producer notes that ``is_sent``, and a worker that it is received; see task/__init__.py. If
+    the cache cannot be used, the call runs, and whoever takes the lock next reports it.
     """
     with suppress(LockUnavailable, TypeError, ValueError):  # another program wrote the ticket
-        epoch, number, series = ticket
+        epoch, number, _end = ticket
         key = lock.lock_key.beside(LATEST, task).key
         for _ in range(TRIES):
             entry = get_store(lock.cache).read(key)
@@ -98,12 +129,17 @@ def gives_way(lock: LockRef, task: str, ticket: Any, noted_for: str = NO_SERIES)
                 return False
             state = State.decode(entry.value)
             if state.epoch != epoch:
-                return state.latest(series) > 0
-            if state.latest(series) > number:
+                return state.noted > 0
+            if number < state.received:
                 return True
-            if state.noted.get(noted_for) == number:
+            if number < state.noted and number not in state.lasts:
+                return True
+            if number == state.received:
                 return False
-            value = state.note(noted_for, number).encode()
-            if get_store(lock.cache).replace(key, entry.value, value, LEASE):
+            if is_sent:
+                state = state._replace(noted=number)
+            else:
+                state = state._replace(received=number)
+            if get_store(lock.cache).replace(key, entry.value, state.encode(), LEASE):
                 return False
     return False

@@ -24,9 +24,9 @@ from django_singletask.locks.ref import LockRef
 from django_singletask.locks.renewal import renewers
 from django_singletask.log import logger
 from django_singletask.stores import get_store
-from django_singletask.stores.base import Entry, Slots
+from django_singletask.stores.base import Slots
 from django_singletask.task.header import Header
-from django_singletask.task.latest import TRIES, Ticket, gives_way, take_ticket
+from django_singletask.task.latest import Ticket, gives_way, take_ticket
 from django_singletask.task.options import LockOptions
 
 # The life of an entry
@@ -66,26 +66,6 @@ from django_singletask.task.options import LockOptions
 #
 #   body:        publishes the next page .............. ends: its entry to the next page, for good
 #   next page:                            is skipped
-#
-# Series (on_duplicate="replace" with unique_for)
-#
-# A series is the calls that replace each other. Its first call writes the end of the series into
-# the entry. A call that takes the entry over copies the end, and starts then at the latest. A call
-# after the end begins a new series, although the last call of the old one may still be queued. At
-# the end, one of two producers begins the new series, and the other belongs to it:
-#
-#   producer A: reads S1: ended   takes the entry over: S2
-#   producer B: reads S1: ended                            refused   reads S2   takes it over: S2
-#
-# The end can pass before a call is published, or one clock can be a second ahead. Then the call is
-# due at once, and the last of its series. The first call of the new series does not replace it:
-#
-#   producer A: copies the end of S1   sleeps ............................ publishes: runs
-#   producer B:                                 the end of S1   begins S2
-#
-# A producer that is killed between taking the entry over and publishing leaves the end as it was,
-# and has noted no number, so the call before it runs. If the run begins first, or the cache loses
-# the entry, there is none to take over: the call begins a new series, and both run.
 
 
 EXPIRY_MARGIN = 5.0
@@ -94,6 +74,9 @@ EXPIRY_MARGIN = 5.0
 The clock of a worker may be behind. And Celery looks at ``expires`` when it gives the call to its
 pool: one that then waits for a thread begins late. After these seconds, it begins without an entry.
 """
+
+
+Publish = Callable[[], Any]
 
 
 class QueuedCall:
@@ -111,8 +94,6 @@ class QueuedCall:
     """The lease that a run with ``"finish"`` has instead."""
     ticket: Ticket | None = None
     """The place of the call among the calls that replace each other."""
-    series_end = 0.0
-    """When the series of the call ends, as a Unix time; 0: it belongs to none."""
     again_until = 0.0
     """When the entry of the next try ends, after the call was sent again."""
     sender: QueuedCall | None = None
@@ -141,7 +122,7 @@ class QueuedCall:
         header: Header,
         message: dict[str, Any],
         seconds: float,
-        publish: Callable[[], Any],
+        publish: Publish,
         result_of: Callable[[str], Any],
         *,
         awaited: bool,
@@ -153,7 +134,7 @@ class QueuedCall:
         many ``seconds``; 0: the call has expired, so no worker begins it, and it stops no other.
         If another base publishes the call later, or never, ``publish`` returns None. Then the entry
         belongs to no call that is published, and is freed. ``message`` has Celery's options of the
-        call; its time changes if the series of the call ends earlier.
+        call, whose time changes if its series ends earlier.
         """
         if not seconds:
             return publish()
@@ -171,22 +152,22 @@ class QueuedCall:
             header.ticket = None
             if self.ticket and not awaited:
                 header.ticket = self.ticket
-                self._start_in_time(header, message)
+                self._start_in_time(header, message, self.ticket[2])
             result = publish()
         finally:
             if result is None:
                 self._withdraw()
         if self.ticket and result is not None:
             # Let this call, which is now published, replace the calls before it.
-            gives_way(self.lock, self.ref.task or "", self.ticket, str(self.series_end))
+            gives_way(self.lock, self.ref.task or "", self.ticket, is_sent=True)
         return result
 
-    def _start_in_time(self, header: Header, message: dict[str, Any]) -> None:
+    def _start_in_time(self, header: Header, message: dict[str, Any], end: float) -> None:
         """Let the call start at the end of its series, if its own time is later."""
-        if 0 < self.series_end < header.due:
-            header.delay -= header.due - self.series_end
-            header.due = self.series_end
-            message |= {"countdown": None, "eta": datetime.fromtimestamp(self.series_end, UTC)}
+        if 0 < end < header.due:
+            header.delay -= header.due - end
+            header.due = end
+            message |= {"countdown": None, "eta": datetime.fromtimestamp(end, UTC)}
 
     def _report_duplicate(self, blocker: Holder) -> None:
         kind = "queued"
@@ -210,12 +191,20 @@ class QueuedCall:
         # The producer may end while its call is queued.
         holder.pid = 0
         holder.start = ""
+        self.value = holder.encode()
         try:
-            blocker = self._add(holder, header, seconds)
+            blocker = self._insert(seconds)
+            if blocker is not None and self._take_over(blocker, seconds):
+                blocker = None
             if self.options.on_duplicate != "replace":
                 return blocker
-            self.series_end = holder.series_end
-            self.ticket = take_ticket(self.lock, self.ref.task or "", str(holder.series_end))
+            task = self.ref.task or ""
+            self.ticket = take_ticket(self.lock, task, header, self.options.unique_for)
+            if blocker is not None:
+                entry, holder = self.ref.read_holder()
+                # The entry of a run has a process, and stays until the run is finished.
+                if entry is not None and not holder.pid:
+                    self.is_there = self._replace(entry.value, seconds)
         except BaseException as error:
             if not isinstance(error, LockUnavailable) or self.options.on_outage == "raise":
                 if not self.is_there:
@@ -227,50 +216,8 @@ class QueuedCall:
             self.ticket = None
         return None
 
-    def _add(self, holder: Holder, header: Header, seconds: float) -> Holder | None:
-        """Add an entry with this record, or return the holder of the entry that is there.
-
-        A call that replaces the queued one takes its entry over, and belongs to its series.
-        """
-        replaces = self.options.on_duplicate == "replace"
-        for _ in range(TRIES):
-            if replaces:
-                holder.series_end = self._end_of_series(header)
-            self.value = holder.encode()
-            entry = self._insert(seconds)
-            if entry is None:
-                break
-            blocker = Holder.decode(entry.value)
-            if self._take_over(blocker, seconds):
-                break
-            # The entry of a run has a process, and stays until the run is finished.
-            if blocker.pid or not replaces:
-                holder.series_end = 0.0
-                return blocker
-            holder.series_end = self._end_of_series(header, blocker.series_end)
-            self.value = holder.encode()
-            self.is_there = self._replace(entry.value, seconds)
-            if self.is_there:
-                break
-        return None
-
-    def _end_of_series(self, header: Header, queued: float = 0.0) -> float:
-        """Return the end of the queued call's series, or of the series that this call begins.
-
-        0: the series has no end.
-        """
-        is_late = header.delay >= self.options.blocks_for
-        if queued > time.time() and not (is_late and header.due > queued):
-            return queued
-        length = self.options.unique_for
-        if length is None:
-            return 0.0
-        if is_late:
-            return header.due + length
-        return header.due - header.delay + length
-
-    def _insert(self, seconds: float) -> Entry | None:
-        """Add the entry; return None if it was added, otherwise the entry of a living holder."""
+    def _insert(self, seconds: float) -> Holder | None:
+        """Add the entry; return None if it was added, otherwise the living holder."""
         store = get_store(self.ref.cache)
         slots = Slots((self.ref.key,))
         for retries in range(MAX_RETRIES, -1, -1):
@@ -285,7 +232,7 @@ class QueuedCall:
             if proof is None or retries == 0:
                 break
             self.ref.free_dead(entry, holder, proof)
-        return entry
+        return holder
 
     def _replace(self, value: bytes, seconds: float) -> bool:
         """Replace other bytes by those of this call; return whether they were there."""
@@ -362,9 +309,9 @@ class QueuedCall:
         self.running = lease  # before the requests: a signal may come after them
         try:
             # If the entry has ended, or was freed with a killed earlier run, take it again, unless
-            # another call is queued by now.
+            # another call is queued by now, such as one of the next series.
             if not lease.replace(self.value) and lease.take() is not None:
-                logger.warning("%s: an identical call was queued meanwhile.", lease)
+                logger.info("%s: an identical call was queued meanwhile.", lease)
         finally:
             if lease.held:
                 self.is_there = False

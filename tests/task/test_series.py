@@ -6,6 +6,7 @@ A series is the calls that replace each other, from the first one until the run 
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -176,7 +177,7 @@ class TestALongerDelayThanUniqueFor:
         send_each(clock, 10, 9, countdown=countdown)
         own = [countdown + 10 * number for number in range(9)]
         assert [start(message) for message in sent] == own
-        assert deliver_all(sent) == ["skipped"] * 6 + ["ran", "skipped", "ran"]
+        assert deliver_all(sent) == ["skipped"] * 5 + ["ran"] + ["skipped"] * 2 + ["ran"]
 
 
 class TestTheEndHasPassed:
@@ -201,7 +202,7 @@ class TestTheEndHasPassed:
         worker:                          last of S1          last of S2: does not give way to S3
         """
         if not are_separate:
-            inside.count_all_series_together(monkeypatch)
+            inside.keep_no_last_call(monkeypatch)
         received = 0
         for value in range(40):
             send(value)
@@ -239,15 +240,46 @@ class TestTheEndHasPassed:
         assert deliver(waiting) == "ran"
         assert ran == [4]
 
+    @pytest.mark.parametrize("is_noted", [True, False], ids=["noted", "received first"])
+    def test_a_call_that_waits_is_not_replaced_by_one_that_is_not_due(
+        self, sent, clock, ran, is_noted
+    ):
+        """
+        run:    has the lock ........................... ends
+        first:     received, hops                              runs at its next hop
+        second:                      published: due later
+
+        The worker may receive the first call before its producer notes it.
+        """
+        with nullcontext() if is_noted else inside.killed_before_the_note():
+            send(1)
+        with held_by("another", task=task), postponed():
+            deliver(sent[0])
+        clock.pass_by(10)
+        send(2)
+        assert deliver_all(sent[1:]) == ["ran", "ran"]
+        assert ran == [1, 2]
+
+
+def test_a_call_without_unique_for_has_no_series(sent, clock, start):
+    """It replaces what is queued, starts at its own time, and the next series begins after it."""
+    send(1)
+    clock.pass_by(50)
+    send(2, lock_options={"unique_for": None})
+    clock.pass_by(5)
+    send(3)
+    clock.pass_by(50)
+    send(4)
+    assert [start(message) for message in sent] == [20, 70, 75, 115]
+    assert deliver_all(sent) == ["skipped", "ran", "skipped", "ran"]
+
 
 class TestFinish:
-    """With ``unique_until="finish"``, calls during a run have no entry, and so no end."""
+    """With ``unique_until="finish"``, calls that other code sends during a run have no entry."""
 
     FINISH = {"unique_until": "finish"}
 
-    def test_of_the_calls_during_a_run_the_last_runs_at_its_own_time(
-        self, sent, clock, start, ran, monkeypatch
-    ):
+    def test_the_calls_during_a_run_are_a_series(self, sent, clock, start, ran, monkeypatch):
         def body(key, seconds, task_id, value):
             ran.append(value)
             if value == 1:
@@ -258,7 +290,7 @@ class TestFinish:
         monkeypatch.setattr(tasks, "body", body)
         send(1, lock_options=self.FINISH)
         deliver(sent[0])
-        assert [start(message) for message in sent] == [20, 20, 70]
+        assert [start(message) for message in sent] == [20, 20, 60]
         send(4, lock_options=self.FINISH)
         deliver_all(sent[1:])
         assert ran == [1, 3, 4]
@@ -268,6 +300,15 @@ class TestFinish:
         assert [start(message) for message in sent[4:]] == [60, 60, 80]
         deliver_all(sent)
         assert ran == [5, 6]
+
+    def test_the_entry_of_the_next_series_stays_when_the_last_call_begins(self, sent, clock, ran):
+        send(1, lock_options=self.FINISH)
+        clock.pass_by(61)
+        second = send(2, lock_options=self.FINISH)
+        assert deliver(sent[0]) == "ran"
+        assert task.queued("a").id == second.id
+        assert deliver(sent[1]) == "ran"
+        assert task.queued("a") is None
 
     def test_the_next_page_begins_a_series(self, sent, clock, start, monkeypatch):
         def body(key, seconds, task_id, value):
@@ -284,16 +325,15 @@ class TestFinish:
 
 class TestRaces:
     def test_two_producers_at_the_end_begin_one_series(self, sent, clock, ran, settings):
-        """Both find an entry whose end has passed, and one replaces it:
-
-        A: reads S1   takes over for S2
-        B: reads S1                    refused, reads S2: belongs to it
+        """
+        A: reads S1: over   writes S2
+        B: reads S1: over               refused   reads S2: belongs to it
         """
         settings.SINGLETASK_HISTORY = "off"  # else the threads wait for the test's transaction
         send(9)
         clock.pass_by(61)
         at_once(send, [[value] for value in range(4)])
-        assert len({header_of(message)["ticket"][2] for message in sent[1:]}) == 1
+        assert inside.series_that_wait(task.lock("a"), task) == 1
         assert sorted(deliver_all(sent)) == ["ran"] * 2 + ["skipped"] * 3
         assert ran[0] == 9
 
@@ -301,8 +341,8 @@ class TestRaces:
         self, sent, clock, ran, start, monkeypatch, settings
     ):
         """
-        A: belongs to S1   sleeps ..................... publishes: due at once, in S1
-        B:                        the end   begins S2
+        A: takes 2 in S1   sleeps ............................. publishes: gives way to 3
+        B:                          the end   takes 3, begins S2
         """
         settings.SINGLETASK_HISTORY = "off"
         send_task = task.app.send_task
@@ -318,15 +358,15 @@ class TestRaces:
         monkeypatch.setattr(task.app, "send_task", sleep_and_send)
         send(2)
         assert [start(message) for message in sent] == [20, 131, 60]
-        assert [deliver(sent[number]) for number in (0, 2, 1)] == ["skipped", "ran", "ran"]
-        assert ran == [2, 3]
+        assert [deliver(sent[number]) for number in (0, 2, 1)] == ["ran", "skipped", "ran"]
+        assert ran == [1, 3]
 
-    def test_the_queued_call_begins_before_its_entry_is_taken_over(
+    def test_the_queued_call_begins_before_the_number_is_taken(
         self, sent, clock, ran, start, monkeypatch
     ):
         """
-        producer: reads S1                    refused: the entry is gone   begins S2
-        worker:             the run of S1 begins
+        producer: reads S1                          refused   reads that all are received: begins S2
+        worker:              receives the call of S1
         """
 
         send(1)
@@ -341,15 +381,35 @@ class TestRaces:
             inside.answer(patch, "replace", begin_first)
             send(2)
         assert [start(message) for message in sent] == [20, 70]
-        assert task.queued("a").id == sent[1]["task_id"]
+        assert deliver(sent[1]) == "ran"
+        assert ran == [1, 2]
+
+    def test_the_queued_call_begins_after_the_number_is_taken(
+        self, sent, clock, ran, start, monkeypatch
+    ):
+        """
+        producer: takes 2 in S1                            publishes: runs, at the end of S1
+        worker:                   receives the call of S1
+        """
+        send_task = task.app.send_task
+
+        def receive_and_send(*args, **options):
+            deliver(sent[0])
+            return send_task(*args, **options)
+
+        send(1)
+        clock.pass_by(50)
+        monkeypatch.setattr(task.app, "send_task", receive_and_send)
+        send(2)
+        assert [start(message) for message in sent] == [20, 60]
         assert deliver(sent[1]) == "ran"
         assert ran == [1, 2]
 
     def test_a_producer_is_killed_before_it_publishes(self, sent, clock, ran, start):
         """Its number is not noted, so the call before it runs; the end of the series stays.
 
-        A: publishes                                          runs
-        B:            takes the entry over   killed
+        A: publishes, notes 1                      runs
+        B:                      takes 2   killed
         """
         send(1)
         clock.pass_by(50)
@@ -378,45 +438,34 @@ class TestRaces:
         assert ran == runs
 
     def test_the_cache_loses_the_entry(self, sent, clock, ran, start):
-        """The next call begins a new series; the last call of the old one runs as well."""
+        """The series goes on, since its end is beside the numbers."""
         send(1)
         clock.pass_by(50)
         inside.forget(inside.queued_entry(task, "a"))
         send(2)
-        assert [start(message) for message in sent] == [20, 70]
-        assert deliver_all(sent) == ["ran", "ran"]
+        assert [start(message) for message in sent] == [20, 60]
+        assert deliver_all(sent) == ["skipped", "ran"]
 
     def test_the_cache_loses_the_numbers(self, sent, clock, ran, start):
-        """The series goes on: its later call is of a later epoch."""
+        """The next call begins a new series in a new epoch, and replaces those before it."""
         send(1)
         clock.pass_by(50)
         inside.forget_numbers(task.lock("a"), task)
         send(2)
-        assert start(sent[1]) == 60
+        assert [start(message) for message in sent] == [20, 70]
         assert deliver_all(sent) == ["skipped", "ran"]
 
-    def test_the_cache_loses_all(self, sent, clock, ran, empty_cache):
+    def test_the_cache_loses_the_numbers_after_the_last_call(self, sent, ran):
         send(1)
-        clock.pass_by(1)
-        empty_cache("redis")
-        send(2)
-        assert deliver_all(sent) == ["ran", "ran"]
+        inside.forget_numbers(task.lock("a"), task)
+        assert deliver_all(sent) == ["ran"]
 
 
-class TestNumbers:
-    def test_a_run_ends_the_numbers_of_the_series_before_it(self, sent, clock):
-        for value in range(3):
-            send(value)
-            clock.pass_by(61)
-        assert inside.series_of_numbers(task.lock("a"), task) == 3
-        assert deliver(sent[2]) == "ran"
-        assert inside.series_of_numbers(task.lock("a"), task) == 1
-
-    def test_of_many_series_the_newest_are_kept(self, sent, clock, monkeypatch):
-        inside.keep_series(monkeypatch, 2)
-        for value in range(5):
-            send(value)
-            send(value)
-            clock.pass_by(61)
-        assert inside.series_of_numbers(task.lock("a"), task) <= 3
-        assert deliver_all(sent[-4:]) == ["skipped", "ran"] * 2
+def test_a_run_ends_the_series_before_it(sent, clock):
+    for value in range(3):
+        send(value)
+        clock.pass_by(61)
+    assert inside.series_that_wait(task.lock("a"), task) == 2
+    assert deliver(sent[2]) == "ran"
+    send(3)
+    assert inside.series_that_wait(task.lock("a"), task) == 0
