@@ -31,6 +31,12 @@ from django_singletask.task.header import Header
 #   producer A: takes 2 in S1   sleeps ............................................. publishes
 #   producer B:                          the end   takes 3 in S2, remembers 1   publishes, notes 3
 #
+# While the last call of an earlier series waits for a worker, no further series begins. Otherwise
+# busy workers would have a call of each series to run, with old arguments:
+#
+#   producer:  last of S1 |  S2 ...................................... |
+#   worker:     busy with other tasks ............ runs the last of S1   runs the last of S2
+#
 # A producer that is killed after it has taken a number has not noted it, so the call before it
 # runs. If the cache loses the entry, the next call begins a new series.
 
@@ -85,11 +91,16 @@ class State(NamedTuple):
         state = self._replace(taken=self.taken + 1)
         if length is None:
             return state._replace(end=0.0)
-        begin = header.due - header.delay
-        if header.delay >= length:
-            begin = header.due
-        if self.taken > self.received and self.end > max(begin, time.time()):
-            return state
+        is_late = header.delay >= length
+        begin = header.due
+        if not is_late:
+            begin -= header.delay
+        is_open = self.taken > self.received and self.end > max(begin, time.time())
+        # Workers that are busy have one call to run, and one series after it: not more.
+        is_behind_another = any(last > self.received for last in self.lasts)
+        if is_open or (is_behind_another and not is_late):
+            # No call waits longer for the end of a series that a late call has begun.
+            return state._replace(end=min(self.end, begin + length))
         lasts = (*self.lasts, self.noted, self.received)
         lasts = tuple(last for last in lasts if last >= self.received)
         return state._replace(end=begin + length, lasts=lasts)

@@ -171,6 +171,11 @@ class TestALongerDelayThanUniqueFor:
         assert deliver_all(sent) == ["ran", "ran", "skipped", "ran"]
         assert ran == [1, 2, 4]
 
+    def test_it_does_not_let_others_wait(self, sent, clock, start):
+        send(0, countdown=500)
+        send_each(clock, 10, 6)
+        assert [start(message) for message in sent[1:]] == [20, 30, 40, 50, 60, 60]
+
     @pytest.mark.parametrize("countdown", [60, 100])
     def test_a_steady_stream_of_them_runs_too(self, sent, clock, start, ran, countdown):
         """The first series ends ``unique_for`` after the own time of its first call."""
@@ -461,11 +466,12 @@ class TestRaces:
         assert deliver_all(sent) == ["ran"]
 
 
-def test_a_run_ends_the_series_before_it(sent, clock):
-    for value in range(3):
+def test_busy_workers_run_one_call_of_an_earlier_series(sent, clock, ran):
+    """And then the newest one, however many series there could have been."""
+    for value in range(9):
         send(value)
         clock.pass_by(61)
-    assert inside.series_that_wait(task.lock("a"), task) == 2
-    assert deliver(sent[2]) == "ran"
-    send(3)
+    deliver_all(sent)
+    assert ran == [0, 8]
+    send(9)
     assert inside.series_that_wait(task.lock("a"), task) == 0
