@@ -188,7 +188,9 @@ class TaskLockEvent(models.Model):
     @property
     def was_left(self) -> bool:
         """Whether the lock was handed over: it has no process, and ends as its holder wanted."""
-        return self.fixed and not self.pid
+        if self.pid:
+            return False
+        return self.fixed
 
     @property
     def hold_ended_at(self) -> datetime | None:

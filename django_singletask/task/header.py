@@ -99,9 +99,6 @@ class Header:
             header.options = {name: header.options[name] for name in NAMES & header.options.keys()}
             if header.options.get("lock_wait") == ENDLESS:
                 header.options["lock_wait"] = math.inf
-            # Older versions had the policy "rerun". Their call must still run: it waits.
-            if header.options.get("on_conflict") == "rerun":
-                header.options["on_conflict"] = "requeue"
         return header
 
     def into(self, headers: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -95,7 +95,9 @@ class State(NamedTuple):
         begin = header.due
         if not is_late:
             begin -= header.delay
-        is_open = self.taken > self.received and self.end > max(begin, time.time())
+        is_open = False
+        if self.taken > self.received:
+            is_open = self.end > max(begin, time.time())
         # Workers that are busy have one call to run, and one series after it: not more.
         is_behind_another = any(last > self.received for last in self.lasts)
         if is_open or (is_behind_another and not is_late):

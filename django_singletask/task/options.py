@@ -57,8 +57,6 @@ CHOICES: dict[str, tuple[Any, ...]] = {
 """The options that are one of a few values."""
 WAITING = ("wait", "requeue")
 """The policies that use ``lock_wait``."""
-INSTEAD_OF_RERUN = 'unique_until="start", on_duplicate="replace", on_conflict="requeue"'
-"""What to say for a policy of earlier versions, by which the last call that conflicts runs."""
 WHY = f"Change or remove one of them; see {DOCS}/reference/options.html#pairs"
 
 
@@ -83,8 +81,6 @@ def check_value(option: str, where: str, value: Any, parameters: Parameters | No
         check_seconds(what, value, **SECONDS[option])
     elif option == "lock_slots":
         check_slots(what, value)
-    elif option == "on_conflict" and value == "rerun":
-        raise ValueError(f"{option}={value!r} {where} was removed: set {INSTEAD_OF_RERUN} instead.")
     elif option in CHOICES:
         after_value = f" {where}"
         check_choice(option, value, CHOICES[option], after_value)

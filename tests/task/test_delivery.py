@@ -620,11 +620,6 @@ class TestWhenAMessageIsDue:
 
 
 class TestRequeue:
-    def test_a_call_of_an_older_version_whose_policy_was_removed_waits_for_its_turn(self, sent):
-        with held_by("holder", task=tasks.hold), postponed():
-            receive(tasks.hold, "a", header={"options": {"on_conflict": "rerun"}})
-        assert receive(tasks.hold, "a", header={"options": {"on_conflict": "rerun"}}) == "ran"
-
     def test_a_conflict_postpones_the_message(self, sent):
         with held_by("another", task=tasks.requeue), postponed():
             receive(tasks.requeue, "a", retries=3)

@@ -317,19 +317,6 @@ def test_lock_options_are_not_blamed_for_what_is_wrong_with_the_task(define):
         define().apply_async((1,), lock_options={"unique_for": 10**8})
 
 
-def test_a_policy_of_earlier_versions_names_what_takes_its_place(define):
-    text = (
-        'was removed: set unique_until="start", on_duplicate="replace", on_conflict="requeue" '
-        "instead."
-    )
-    message = the_message_of_the_check(define(on_conflict="rerun"))
-    assert message.id == "django_singletask.E012"
-    assert message.msg == f"on_conflict='rerun'{OF_TASK} {text}"
-    with pytest.raises(ValueError, match="rerun") as caught:
-        define().apply_async((1,), lock_options={"on_conflict": "rerun"})
-    assert str(caught.value) == f"on_conflict='rerun'{OF_CALL} {text}"
-
-
 @pytest.mark.parametrize(
     ("option", "help"),
     [
