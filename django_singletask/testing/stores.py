@@ -540,19 +540,17 @@ class StoreContract:
         assert self.store.renew(KEY, A, 60) is Outcome.TAKEN
 
     def test_the_marker_of_clear_is_there_before_the_entry_is_gone(self) -> None:
-        kind = type(self.store)
-        change = kind.change
-        outcomes = []
+        change, outcomes, store = self.store.change, [], self.store
 
-        def change_and_renew(store: Store, *args: Any) -> Outcome:
-            outcome = change(store, *args)
-            if args[-1] is None:  # the lease
-                outcomes.append(store.renew(KEY, A, 60))
+        def change_and_renew(key: str, old: bytes, new: bytes, lease: float | None) -> Outcome:
+            outcome = change(key, old, new, lease)
+            if lease is None:
+                outcomes.append(store.renew(key, A, 60))
             return outcome
 
-        self.store.add(KEY, A, 60)
-        with mock.patch.object(kind, "change", change_and_renew):
-            assert self.store.clear(KEY, A, 60)
+        store.add(KEY, A, 60)
+        with mock.patch.object(store, "change", change_and_renew):
+            assert store.clear(KEY, A, 60)
         assert outcomes == [Outcome.GONE]
         assert self.value() is None
 

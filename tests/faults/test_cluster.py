@@ -189,6 +189,7 @@ def test_the_probe_names_each_node(either: Cluster, store: Any, monkeypatch: Any
     for node in either.primaries:
         version = "valkey" if isinstance(node, Valkey) else "redis"
         assert any(text.startswith(f"{where_is(node)}: {version} ") for text in texts)
+    assert any("MOVED" in text for text in texts) is (store.cache_alias != "cluster")
 
 
 def test_a_server_that_is_no_cluster_is_an_error(settings: Any, on_redis: None) -> None:

@@ -1,4 +1,4 @@
-"""Workers whose locks are in a cluster: kills, and a node that restarts."""
+"""Workers whose locks are in a cluster, behind RedisCache: kills, and a node that restarts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.worker.test_killed import it_runs_again
 
 @pytest.fixture
 def cache(cluster):
-    return "cluster"
+    return "redis_cluster"
 
 
 @pytest.mark.parametrize("place", ["here", "elsewhere"])
