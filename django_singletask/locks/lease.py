@@ -379,9 +379,10 @@ class Lease:
             ranks[key] = self._rank(entry, holders[key], proofs[key])
         self.others = list(holders.values())
         key = min(ranks, key=ranks.__getitem__)  # the key whose rank is lowest
-        is_not_own = ranks[key][0]
         # A message that meets its own run waits for that slot, and others for any.
-        self.free_in = min([rank[-1] for rank in ranks.values() if rank[0] == is_not_own])
+        is_other_run = ranks[key][0]
+        ends = [ends_in for is_other, *_, ends_in in ranks.values() if is_other == is_other_run]
+        self.free_in = min(ends)
         holder = holders[key]
         proof = proofs[key]
         if key != self.key:
