@@ -50,6 +50,8 @@ except ImportError:  # Celery 5.4
 FIRST_HOP = 1.0
 SHORT_HOP = 0.05
 """Seconds of the first hop; the short one is behind an earlier run that is about to end."""
+END_MARGIN = 0.05
+"""Seconds after the end of a lock at which a message that waits for it is delivered."""
 
 
 def visibility_timeout(app: Celery) -> float:
@@ -58,21 +60,48 @@ def visibility_timeout(app: Celery) -> float:
     return float(transport.get("visibility_timeout") or 3600)
 
 
-def hop(app: Celery, lease: float, first: float, hops: int, at_most: float = math.inf) -> float:
+def seconds_to_end(lease: Lease) -> float:
+    """Return after how many seconds the lock may be free that a lease has met; infinite: unknown.
+
+    A lock that is kept or handed over ends then. One whose holder lives is renewed before. The
+    store knows the end best. memcached does not report it, and the record of a holder that renews
+    does not show it. There the end is that of the record, by the clock of its host:
+
+        record:     since ------------ timeout -------------| end
+        memcached:  counts whole seconds                        ... ends, up to 2 s later
+        message:                 hop ----------------------->  >1 s> free: takes the lock
+
+    A hop to an end that is near is not shorter than another first hop, because a message that waits
+    for one of many slots would hop at the end of each.
+    """
+    seconds = lease.blocker_remaining
+    if seconds is None:
+        blocker = lease.blocker
+        if blocker is None or blocker.pid or not blocker.token:
+            return math.inf
+        seconds = blocker.since + blocker.timeout - time.time()
+    return max(seconds + END_MARGIN, FIRST_HOP)
+
+
+def hop(app: Celery, lease: Lease, first: float, hops: int, at_most: float = math.inf) -> float:
     """Return the seconds until the next delivery of a message that was postponed ``hops`` times.
 
-    ``lease`` is the length of the holder's lease in seconds, 0 if unknown. Hops are short, because
-    the broker delivers a message again that waits longer than the visibility timeout. If the broker
-    cannot delay a message for as short as ``at_most``, this waits, and returns 0.
+    ``lease`` has met the lock that the message waits for. Hops are short, because what is freed
+    early must be found, and because the broker delivers a message again that waits longer than the
+    visibility timeout. No hop is longer than until the lock ends. If the broker cannot delay a
+    message for as short as ``at_most``, this waits, and returns 0.
     """
+    length = lease.length
+    if lease.blocker is not None:
+        length = lease.blocker.timeout
     longest = visibility_timeout(app) / 3
-    if lease:
-        longest = min(longest, lease / 4)
+    if length:  # otherwise another program wrote the entry
+        longest = min(longest, length / 4)
     seconds = first
     if hops > 0:  # after a short first hop, continue with the ordinary ones
         seconds = max(first, FIRST_HOP) * 1.5 ** min(hops - 1, 20)
     seconds = min(seconds, longest) * random.uniform(0.75, 1)
-    seconds = min(seconds, at_most)
+    seconds = min(seconds, seconds_to_end(lease), at_most)
     if not has_quorum_queues(app):
         return seconds
     # RabbitMQ delays a message itself, for a whole second at least.
@@ -520,18 +549,15 @@ class Delivery:
             count = "outage_hops"
         hops = getattr(self.header, count)
         met = self.header.met
-        length = lease.length
-        if lease.blocker is not None:
-            if self.outage is None:
-                met = lease.blocker.token
-            length = lease.blocker.timeout
+        if lease.blocker is not None and self.outage is None:
+            met = lease.blocker.token
         if reason and (not hops or met != self.header.met):
             if self.outage is not None:
                 text = "%s: the call of %s is postponed. %s"
                 logger.warning(text, lease, lease.holder, self.outage)
             else:
                 lease.report_conflict(reason, "waiting")
-        delay = hop(self.task.app, length, first, hops, longest)
+        delay = hop(self.task.app, lease, first, hops, longest)
         fresh = {"outage_hops": 0, "requeued_at": 0.0, "met": met, count: hops + 1}
         header = dataclasses.replace(self.header, **(fresh | changes))
         header.name = self.key.name

@@ -23,6 +23,7 @@ from tests.deliveries import (
     elsewhere,
     header_of,
     held_by,
+    leave_lock,
     receive,
     refuse,
 )
@@ -212,6 +213,63 @@ def test_hops_are_shorter_than_the_visibility_timeout(sent, monkeypatch):
     with held_by("another", task=tasks.requeue), postponed():
         receive(tasks.requeue, "a", header={"hops": 9})
     assert sent[0]["countdown"] <= 1
+
+
+HOUR = 3600
+MANY = {"hops": 20}
+"""The header of a message whose hops have grown to the longest."""
+ON_BOTH = pytest.mark.parametrize("cache_alias", ["redis", "pymemcache"], indirect=True)
+
+
+class TestHopsKnowTheEnd:
+    """An hourly lock, of which some seconds are left: a quarter of its length is 15 minutes."""
+
+    def hop(self, sent, alias, left, header=MANY, **changes):
+        leave_lock(tasks.requeue.lock("a"), alias, length=HOUR, left=left, **changes)
+        with postponed():
+            receive(tasks.requeue, "a", header=header)
+        return sent[-1]["countdown"]
+
+    @ON_BOTH
+    @pytest.mark.parametrize("kept", [True, False], ids=["kept", "handed over"])
+    def test_a_hop_is_not_longer_than_the_rest(self, cache_alias, sent, kept):
+        assert self.hop(sent, cache_alias, left=20, kept=kept) == pytest.approx(20.05, abs=2)
+
+    @ON_BOTH
+    def test_hops_grow_as_ever_meanwhile(self, cache_alias, sent):
+        """What is freed earlier is found."""
+        assert self.hop(sent, cache_alias, left=20, header={}, kept=True) <= 1
+
+    @ON_BOTH
+    def test_a_hop_shortly_before_the_end_takes_a_second(self, cache_alias, sent):
+        """Otherwise a message would hop at the end of each of many slots."""
+        assert self.hop(sent, cache_alias, left=0.1, kept=True) == 1
+
+    @pytest.mark.parametrize("cache_alias", ["pymemcache"], indirect=True)
+    def test_a_hop_after_the_end_of_the_record_takes_a_second(self, cache_alias, sent):
+        """memcached counts whole seconds, and ends the entry later."""
+        assert self.hop(sent, cache_alias, left=-1, kept=True) == 1
+
+    @pytest.mark.parametrize("cache_alias", ["pymemcache"], indirect=True)
+    @pytest.mark.parametrize("changes", [{"pid": 7}, {"token": ""}], ids=["alive", "unknown"])
+    def test_a_holder_that_lives_has_no_end_in_its_record(self, cache_alias, sent, changes):
+        """Nor has an entry that another program wrote."""
+        hop = self.hop(sent, cache_alias, left=20, host="elsewhere", **changes)
+        assert hop > 0.7 * HOUR / 4
+
+    def test_the_end_of_a_fixed_lease_counts(self, sent):
+        """The store reports it, and the host of its holder may be gone."""
+        hop = self.hop(sent, "redis", left=20, pid=7, host="elsewhere")
+        assert hop == pytest.approx(20.05, abs=2)
+
+    def test_on_quorum_queues_it_does_not_wait_in_the_worker(self, delayed, monkeypatch):
+        sent = collect_sent(delayed.app, monkeypatch)
+        pauses = at_the_first_pause(monkeypatch, lambda: None)
+        leave_lock(delayed.lock("a"), "redis", length=HOUR, left=0.3, kept=True)
+        with postponed():
+            receive(delayed, "a", header=MANY)
+        assert sent[0]["countdown"] == 1
+        assert max(pauses) < 0.1
 
 
 def test_a_header_that_was_passed_on_to_another_call_is_ignored(sent):

@@ -37,9 +37,11 @@ def cache() -> str:
 
 
 @pytest.fixture(autouse=True)
-def locks_in_cache(cache: str, settings: Any) -> None:
+def locks_in_cache(cache: str, settings: Any, request: pytest.FixtureRequest) -> None:
     """Do not empty the cache: a worker that serves many tests would hold back its next takes."""
     settings.SINGLETASK_CACHE = cache
+    if cache == "cluster":
+        request.getfixturevalue("cluster")
 
 
 @pytest.fixture

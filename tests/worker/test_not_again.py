@@ -11,6 +11,7 @@ import pytest
 from celery import chain
 
 from tests.deadline import wait_for
+from tests.deliveries import leave_lock
 from tests.testapp import tasks
 from tests.worker.harness import get
 
@@ -21,6 +22,7 @@ pytestmark = [
 
 KEEP = {"lock_at_least": 60}
 DAILY = {"unique_until": "expiry", "unique_for": 60}
+ENDS = ["raise", "ignore"]
 REPLACE = {"on_duplicate": "replace", "on_conflict": "requeue"}
 
 
@@ -43,10 +45,52 @@ def test_a_process_that_is_killed_after_its_run_leaves_the_kept_lock(worker, key
     assert tasks.hold.lock(key).holder().kept
 
 
-def test_the_lock_of_a_killed_body_is_not_kept(worker, key):
+@pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGTERM], ids=["kill", "terminate"])
+def test_the_lock_of_a_killed_body_is_not_kept(worker, key, sign):
     _, pid = worker.run(tasks.long, key, lock_options=KEEP)
-    os.kill(pid, signal.SIGKILL)
+    os.kill(pid, sign)
     wait_for(lambda: not tasks.long.lock(key).locked(), "it is free")
+
+
+def test_a_body_that_ends_in_another_way_keeps_its_lock(worker, key):
+    """Of these messages none comes again."""
+    sent = {end: worker.send(tasks.ending, f"{key} {end}", end, lock_options=KEEP) for end in ENDS}
+    late = worker.send(tasks.limited, f"{key} limited", lock_options=KEEP)
+    for end in ENDS:
+        lock = tasks.ending.lock(f"{key} {end}")
+        wait_for(lambda lock=lock: lock.holder() and lock.holder().kept, f"after {end}")
+        assert worker.call(tasks.ending, f"{key} {end}", lock_options=KEEP) == "skipped"
+    assert sent["raise"].state == "FAILURE"
+    wait_for(late.ready, "its soft time limit ends it")
+    assert tasks.limited.lock(f"{key} limited").holder().kept
+
+
+def test_the_next_try_waits_for_the_rest_and_is_not_skipped(worker, key):
+    """first try: begins   retry, or Reject(requeue=True): kept ........... ends
+    next try:                                              comes: waits          runs
+    """
+    calls = {}
+    for end in ("retry", "autoretry", "reject"):
+        for policy in ("skip", "raise", "requeue"):
+            options = {"lock_at_least": 2, "on_conflict": policy}
+            each = f"{key} {end} {policy}"
+            calls[each] = worker.send(tasks.ending, each, end, lock_options=options)
+    assert {get(call) for call in calls.values()} == {"ran"}
+    for each in calls:
+        first, second = (line["t"] for line in worker.events("start", key=each))
+        assert second - first > 1.5, each
+
+
+@pytest.mark.parametrize("kept", [True, False], ids=["kept", "handed over"])
+def test_a_call_that_waits_starts_when_an_hourly_lock_ends(worker, key, cache, kept):
+    """Its hops have grown, and a quarter of the lock's length is 15 minutes."""
+    lock, task_id = tasks.requeue.lock(key), uuid.uuid4().hex
+    leave_lock(lock, cache, length=3600, left=3, kept=kept)
+    headers = {"singletask": {"id": task_id, "task": tasks.requeue.name, "hops": 20}}
+    call = worker.send(tasks.requeue, key, task_id=task_id, headers=headers)
+    wait_for(lambda: worker.events("conflict"), "it waits")
+    wait_for(lambda: not lock.locked(), "the lock ends")
+    assert get(call) == "ran"
 
 
 def test_a_redelivery_that_meets_its_own_kept_lock_ends(worker):

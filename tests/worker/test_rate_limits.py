@@ -57,7 +57,7 @@ def test_coalesce_runs_once_more_for_all_calls_during_a_run(worker, key, call, o
     assert starts(worker)[1] > worker.events("end")[0]["t"]
 
 
-# The lock is taken a moment before the body starts, so two starts can be less than the time apart.
+# The time is counted from a moment before the body writes its line.
 
 
 def test_throttle_keeps_a_time_between_two_starts_and_loses_no_change(worker, call):
@@ -71,13 +71,31 @@ def test_throttle_keeps_a_time_between_two_starts_and_loses_no_change(worker, ca
     assert second - first > 1.5
 
 
-@pytest.mark.only_all("a control", "control")
-@pytest.mark.parametrize("period", [2, 0], ids=["", "control"])
-def test_a_rate_limit_lets_so_many_start_in_any_period(worker, call, period):
-    options = {**PAGE["call_partner"], "lock_slots": 3, "lock_at_least": period}
-    for each in [call(options) for _ in range(7)]:
-        get(each)
+THIRD = [("raise",), ("retry",), ("reject",), ("autoretry",), *[()] * 8]
+"""How the runs of some calls end: a third of the first tries in another way than by returning."""
+
+
+@pytest.mark.only_all(
+    "a control, and shown on other caches", "control", "pymemcache", "db_postgres"
+)
+@pytest.mark.parametrize(
+    ("cache", "first"),
+    [
+        *[(cache, "raise") for cache in ("redis", "pymemcache", "db_postgres", "cluster")],
+        ("redis", "free and raise"),
+    ],
+    ids=["redis", "pymemcache", "db_postgres", "cluster", "control"],
+)
+def test_a_rate_limit_counts_attempts_however_they_end(worker, key, cache, first):
+    """In any two seconds, at most three bodies start."""
+    options = {**PAGE["call_partner"], "lock_slots": 3, "lock_at_least": 2}
+    calls = [
+        worker.send(tasks.ending, key, *ends, lock_options=options)
+        for ends in [(first,), *THIRD[1:]]
+    ]
+    for each in calls:
+        get(each, propagate=False)
     times = starts(worker)
-    assert len(times) == 7
+    assert len(times) == 15
     spans = [later - earlier for earlier, later in zip(times, times[3:], strict=False)]
-    assert (min(spans) > 1.5) == bool(period), spans
+    assert (min(spans) > 1.5) == (first == "raise"), spans
