@@ -60,7 +60,7 @@ def visibility_timeout(app: Celery) -> float:
     return float(transport.get("visibility_timeout") or 3600)
 
 
-def seconds_to_end(lease: Lease) -> float:
+def seconds_to_end(lease: Lease, hops: int) -> float:
     """Return after how many seconds the lock may be free that a lease has met; infinite: unknown.
 
     A lock that is kept or handed over ends then. One whose holder lives is renewed before. The
@@ -71,16 +71,22 @@ def seconds_to_end(lease: Lease) -> float:
         memcached:  counts whole seconds                        ... ends, up to 2 s later
         message:                 hop ----------------------->  >1 s> free: takes the lock
 
-    A hop to an end that is near is not shorter than another first hop, because a message that waits
-    for one of many slots would hop at the end of each.
+    A hop to an end that is near is not shorter than another first hop. If the message now meets
+    another holder than before, another message was faster. Then it waits a little longer, the more
+    often it has hopped: otherwise all of many messages would hop at the end of each of many slots.
     """
+    blocker = lease.blocker
+    if blocker is None:
+        return math.inf
     seconds = lease.blocker_remaining
     if seconds is None:
-        blocker = lease.blocker
-        if blocker is None or blocker.pid or not blocker.token:
+        if blocker.pid or not blocker.token:
             return math.inf
         seconds = blocker.since + blocker.timeout - time.time()
-    return max(seconds + END_MARGIN, FIRST_HOP)
+    shortest = FIRST_HOP
+    if blocker.token != lease.waits_behind:
+        shortest = max(shortest, hops / 20)
+    return max(seconds + END_MARGIN, shortest)
 
 
 def hop(app: Celery, lease: Lease, first: float, hops: int, at_most: float = math.inf) -> float:
@@ -101,7 +107,7 @@ def hop(app: Celery, lease: Lease, first: float, hops: int, at_most: float = mat
     if hops > 0:  # after a short first hop, continue with the ordinary ones
         seconds = max(first, FIRST_HOP) * 1.5 ** min(hops - 1, 20)
     seconds = min(seconds, longest) * random.uniform(0.75, 1)
-    seconds = min(seconds, seconds_to_end(lease), at_most)
+    seconds = min(seconds, seconds_to_end(lease, hops), at_most)
     if not has_quorum_queues(app):
         return seconds
     # RabbitMQ delays a message itself, for a whole second at least.

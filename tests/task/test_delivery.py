@@ -225,6 +225,7 @@ class TestHopsKnowTheEnd:
     """An hourly lock, of which some seconds are left: a quarter of its length is 15 minutes."""
 
     def hop(self, sent, alias, left, header=MANY, **changes):
+        """Return the seconds of the hop; the record differs by the ``changes``."""
         leave_lock(tasks.requeue.lock("a"), alias, length=HOUR, left=left, **changes)
         with postponed():
             receive(tasks.requeue, "a", header=header)
@@ -242,8 +243,13 @@ class TestHopsKnowTheEnd:
 
     @ON_BOTH
     def test_a_hop_shortly_before_the_end_takes_a_second(self, cache_alias, sent):
-        """Otherwise a message would hop at the end of each of many slots."""
         assert self.hop(sent, cache_alias, left=0.1, kept=True) == 1
+
+    @pytest.mark.parametrize(("met", "seconds"), [("5a3e", 1), ("another", 10)])
+    def test_a_hop_is_longer_if_others_were_faster_often(self, sent, met, seconds):
+        """Otherwise each of many messages would hop at the end of each of many slots."""
+        header = {"hops": 200, "met": met}
+        assert self.hop(sent, "redis", left=0.1, header=header, kept=True, token="5a3e") == seconds
 
     @pytest.mark.parametrize("cache_alias", ["pymemcache"], indirect=True)
     def test_a_hop_after_the_end_of_the_record_takes_a_second(self, cache_alias, sent):
