@@ -71,6 +71,12 @@ def seconds_to_end(lease: Lease, hops: int) -> float:
         memcached:  counts whole seconds                        ... ends, up to 2 s later
         message:                 hop ----------------------->  >1 s> free: takes the lock
 
+    The lock of a run that goes on may end when ``lock_at_least`` is over, if its body has ended by
+    then: a message that met the run must not sleep longer.
+
+        run:      begins   body ends: kept ........ ends
+        message:     hop ------------------------> free: takes the lock
+
     A hop to an end that is near is not shorter than another first hop. If the message now meets
     another holder than before, another message was faster. Then it waits a little longer, the more
     often it has hopped: otherwise all of many messages would hop at the end of each of many slots.
@@ -78,11 +84,14 @@ def seconds_to_end(lease: Lease, hops: int) -> float:
     blocker = lease.blocker
     if blocker is None:
         return math.inf
-    seconds = lease.blocker_remaining
-    if seconds is None:
-        if blocker.pid or not blocker.token:
-            return math.inf
+    seconds = math.inf
+    if lease.blocker_remaining is not None:
+        seconds = lease.blocker_remaining
+    elif blocker.token and not blocker.pid:
         seconds = blocker.since + blocker.timeout - time.time()
+    until_kept = blocker.since + lease.at_least - time.time()
+    if blocker.pid and until_kept > 0:
+        seconds = min(seconds, until_kept)
     shortest = FIRST_HOP
     if blocker.token != lease.waits_behind:
         shortest = max(shortest, hops / 20)
