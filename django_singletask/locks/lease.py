@@ -400,7 +400,11 @@ class Lease:
         """Return how far behind an entry is when a blocker is chosen: the lowest comes first.
 
         memcached does not report when an entry ends. The record shows it only if the lock is kept
-        or was handed over, because a living holder renews its lock.
+        or was handed over, because a living holder renews its lock. A holder that goes on may have
+        ended when ``at_least`` is over:
+
+            run:      begins   body ends: kept ........ ends
+            message:     hop ------------------------> free: takes the lock
         """
         is_run_itself = self.slots.mark in entry.value  # without a mark, this is true of each
         ends_in = entry.remaining
@@ -408,6 +412,10 @@ class Lease:
             ends_in = math.inf
             if holder.token and not holder.pid:
                 ends_in = holder.since + holder.timeout - time.time()
+        if self.at_least and holder.pid:
+            kept_for = holder.since + self.at_least - time.time()
+            if kept_for > 0:
+                ends_in = min(ends_in, kept_for)
         return not is_run_itself, proof is None, holder.token != self.waits_behind, ends_in
 
     def may_wait(self, wait: float, until: float) -> bool:

@@ -65,7 +65,7 @@ def hop(app: Celery, lease: Lease, first: float, hops: int, at_most: float = mat
 
     ``lease`` has met the lock that the message waits for. Hops are short, because what is freed
     early must be found, and because the broker delivers a message again that waits longer than the
-    visibility timeout. No hop is longer than until the lock ends. If the broker cannot delay a
+    visibility timeout. No hop is longer than until the lock may end. If the broker cannot delay a
     message for as short as ``at_most``, this waits, and returns 0.
 
     memcached counts whole seconds, so there an entry lasts up to 2 s longer than its record says:

@@ -283,6 +283,21 @@ class TestHopsKnowTheEnd:
         hop = self.hop(sent, cache_alias, left=20, host="elsewhere", **changes)
         assert hop > 0.7 * HOUR / 4
 
+    @ON_BOTH
+    @pytest.mark.parametrize(("age", "seconds"), [(0, 20.05), (5, 15.05)])
+    def test_a_run_may_keep_its_lock_for_the_rest_of_its_time(
+        self, cache_alias, sent, age, seconds
+    ):
+        """If its body ends before, the lock is free then."""
+        header = {**MANY, "options": {"lock_at_least": 20}}
+        run = {"left": HOUR - age, "pid": 7, "host": "elsewhere"}
+        assert self.hop(sent, cache_alias, header=header, **run) == pytest.approx(seconds, abs=2)
+
+    def test_the_end_of_a_run_that_is_longer_is_unknown(self, sent):
+        header = {**MANY, "options": {"lock_at_least": 20}}
+        hop = self.hop(sent, "redis", HOUR - 30, header, pid=7, host="elsewhere")
+        assert hop > 0.7 * HOUR / 4
+
     def test_the_end_of_a_fixed_lease_counts(self, sent):
         """The store reports it, and the host of its holder may be gone."""
         hop = self.hop(sent, "redis", left=20, pid=7, host="elsewhere")
