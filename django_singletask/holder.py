@@ -45,9 +45,8 @@ class Holder(Process):
 
     ``since`` is a Unix time by the clock of the holder's host: people read it, but no lease is
     computed from it. ``timeout`` is the length of the lease in seconds. ``kept`` is true for an
-    entry that belongs to no process any more, and stays for ``timeout`` seconds after its body
-    began. ``returned`` is then true if that body has returned. Do not change a record: other code
-    may have the same object.
+    entry that belongs to no process any more and is kept for ``timeout`` seconds. ``returned`` is
+    then true if the body has returned. Do not change a record: other code may have the same object.
     """
 
     token: str

@@ -462,7 +462,8 @@ class TaskLock:
 
         From then on the lock belongs to no process and is not renewed. It ends after ``for_``
         seconds, unless a process receives it before. This object no longer holds it, so the end
-        of its ``with`` block frees nothing. The handle is a string.
+        of its ``with`` block frees nothing, and keeps nothing for ``at_least``. The handle is a
+        string.
 
         Raises :class:`LockError` if the lock was not acquired, and :class:`LockLost` if it is gone.
         If it raises :class:`LockUnavailable`, the lock cannot be received, and is freed.

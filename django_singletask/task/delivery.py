@@ -432,12 +432,12 @@ class Delivery:
             raise
         finally:
             self.has_ended = True
-            if self.options.lock_at_least:
-                self._free_for_eager_retry()
             if self.queued_call:
                 self._keep_entry(self.queued_call)
             if self.again:
                 note(self.key, self.request.id, DONE)
+            if self.options.lock_at_least:
+                self._free_for_eager_retry()
         return self.result
 
     def _free_for_eager_retry(self) -> None:
