@@ -188,7 +188,7 @@ class TestALongerDelayThanUniqueFor:
 class TestTheEndHasPassed:
     """The last call of a series is due, but has not begun: the workers are busy."""
 
-    def test_a_call_begins_a_new_series(self, sent, clock, start, ran):
+    def test_a_call_begins_a_new_series(self, cache_alias, sent, clock, start, ran):
         send(1)
         send(2)
         clock.pass_by(61)
