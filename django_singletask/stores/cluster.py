@@ -264,6 +264,7 @@ class ClusterStore(RedisStore):
         The node at ``where`` is asked first if it ``answers``, and otherwise last.
         """
         nodes = self.map
+        # The address that equals "where" comes last, or in the reverse order first.
         for each in sorted(nodes.addresses.union(self.seeds), key=where.__eq__, reverse=answers):
             try:
                 read = partial(self._owners, each)
@@ -365,7 +366,8 @@ class ClusterStore(RedisStore):
     def look(self, keys: Iterable[str] = ()) -> None:
         groups = {self.group(key).number for key in keys}
         if groups:
-            return self.look_at(groups)
+            self.look_at(groups)
+            return
         changes_before = self.epoch.changes
         unknown = [group for group in TAGS if not self.map.epochs[group].value]
         self.look_at({*unknown, *self.one_of_each()})
