@@ -461,6 +461,13 @@ class RedisStore(Store):
     # script of two keys in different hash slots, as the epoch and the fencing token are. Each
     # process asks once, before its first request about a lock, or inherits the answer. If the
     # server does not answer, nothing is known, and the next use of the cache asks again.
+    #
+    # In a cluster the keys have tags. So a process that has learned that there is no cluster must
+    # not go on if there is one now:
+    #
+    #   process 1:   learns: no node            takes: MOVED, or INFO of a new connection -> error
+    #   server:                        becomes a node
+    #   process 2:                                   learns: a node    takes the key with its tag
 
     def is_node(self) -> bool:
         """Return whether the server is a node of a cluster, or raise LockUnavailable."""
