@@ -81,6 +81,15 @@ def test_the_next_try_waits_for_the_rest_and_is_not_skipped(worker, key):
         assert second - first > 1.5, each
 
 
+@pytest.mark.parametrize("step", [0, 1], ids=["one call", "a chain"])
+def test_a_replacement_waits_for_the_rest_and_is_not_skipped(worker, step):
+    options = {"lock_at_least": 2}
+    assert worker.call(tasks.replacing, step, lock_options=options) == "step 3"
+    steps = worker.events("step")
+    assert [line["step"] for line in steps] == [*range(step, 4)]
+    assert steps[1]["t"] - steps[0]["t"] > 1.5
+
+
 @pytest.mark.parametrize("kept", [True, False], ids=["kept", "handed over"])
 def test_a_call_that_waits_starts_when_an_hourly_lock_ends(worker, key, cache, kept):
     """Its hops have grown, and a quarter of the lock's length is 15 minutes."""
