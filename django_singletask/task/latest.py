@@ -72,8 +72,9 @@ class State(NamedTuple):
     @classmethod
     def decode(cls, value: bytes) -> State:
         try:
-            *fields, _ = json.loads(value)
-            return cls(*fields)
+            epoch, *numbers, end, lasts, _ = json.loads(value)
+            taken, noted, received = map(int, numbers)
+            return cls(epoch, taken, noted, received, float(end), [*map(int, lasts)])
         except (ValueError, TypeError):  # something else wrote it
             return cls.new()
 

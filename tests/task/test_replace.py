@@ -448,8 +448,12 @@ class TestNumbers:
         assert [deliver(message) for message in sent] == ["skipped", "skipped", "ran"]
         assert ran == [3]
 
-    def test_an_entry_that_something_else_wrote_is_replaced(self, sent, ran):
-        inside.spoil_numbers(task.lock("a"), task)
+    @pytest.mark.parametrize(
+        "nonsense",
+        [b"\xff nonsense", b"7", b'["e", "x", 1, 1, 0, [], ""]', b'["e", 1, 1, 1, 0, 7, ""]'],
+    )
+    def test_an_entry_that_something_else_wrote_is_replaced(self, sent, ran, nonsense):
+        inside.spoil_numbers(task.lock("a"), task, nonsense)
         send(1)
         deliver(sent[0])
         assert ran == [1]
