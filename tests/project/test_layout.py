@@ -15,9 +15,9 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "django_singletask"
 
 AT_MOST = {
-    "nodes": 58_426,
+    "nodes": 58_449,
     "nodes of testing": 6_664,
-    "nodes for a statement": 6.67,
+    "nodes for a statement": 6.68,
     "choices inside a line": 34,
     "choices outside the operators' modules": 34,
     "assignment expressions": 1,
