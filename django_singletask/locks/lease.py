@@ -381,8 +381,10 @@ class Lease:
         key = min(ranks, key=ranks.__getitem__)  # the key whose rank is lowest
         # A message that meets its own run waits for that slot, and others for any.
         is_other_run = ranks[key][0]
-        ends = [ends_in for is_other, *_, ends_in in ranks.values() if is_other == is_other_run]
-        self.free_in = min(ends)
+        self.free_in = math.inf
+        for is_other, *_, ends_in in ranks.values():
+            if is_other == is_other_run:
+                self.free_in = min(self.free_in, ends_in)
         holder = holders[key]
         proof = proofs[key]
         if key != self.key:
