@@ -180,6 +180,8 @@ class Lease:
     """Whether the take has freed the entry of a dead run of the same task id."""
     kept = False
     """Whether the release leaves the entry there because of ``at_least``."""
+    was_handed_over = False
+    """Whether the body has handed it over, so that the end of the body is still to be told."""
     left_because = ""
     """Why it was left in this way, for the history."""
     origin: Origin | None = None
@@ -583,13 +585,17 @@ class Lease:
 
         ``error`` has ended the body; ``result`` replaces its word for the history.
         """
-        if not self.held:
+        if not self.held and not self.was_handed_over:
             return
         if error is not None and not result:
             result = result_of(error)
         has_returned = not result
         if has_returned:
             result = "returned"
+        if self.was_handed_over:
+            self.was_handed_over = False
+            self.ref.tell("released", self.holder, outcome="released", result=result)
+            return
         try:
             self.leave(result, has_returned=has_returned)
         except LockUnavailable:
@@ -707,6 +713,7 @@ class Lease:
             # In a fork, the parent has it.
             is_mine = not self.is_inherited() and not self.lost
             if is_mine and self.leave_to(value, clock.now() + seconds, reason=reason):
+                self.was_handed_over = True
                 self.ref.tell("acquired", holder, fixed=True)
                 return f"{holder.slots} {token} {self.cache} {self.key} {self.ref.name}"
         except BaseException:

@@ -148,6 +148,8 @@ def cut(text: str, width: int, differs_at: int = 0) -> str:
     head = width // 3
     rest = width - head - 2
     start = differs_at - rest // 2
+    if start <= head:
+        return f"{text[: width - 1]}…"
     if start + rest >= len(text) - 1:
         return f"{text[:head]}…{text[-rest - 1 :]}"
     return f"{text[:head]}…{text[start : start + rest]}…"

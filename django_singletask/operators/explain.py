@@ -367,8 +367,8 @@ def _tell_completed(why: Why) -> str:
 
 
 WITHOUT_PROCESS = {
-    "kept": "for {left} more by lock_at_least; {lock} has ended",
-    "handed_over": "handed over {ago} ago by {lock}; its receiver must take it within {left}",
+    "kept": "for {left} more by lock_at_least; the body of {lock} has ended",
+    "handed_over": "handed over {ago} ago by {lock}; free in {left} unless received before",
     "queued": "{lock}, sent {ago} ago; stops identical calls for {left} at most",
     "blocking": "{lock}, sent {ago} ago and begun; stops identical calls for {left} more",
     "expired": "{lock} took it {ago} ago; the cache no longer has the lock: nothing to free",

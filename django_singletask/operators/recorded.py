@@ -187,7 +187,7 @@ def judge(rows: Iterable[TaskLockEvent]) -> None:
     """Set the state of the open holds among the rows, by what the store has now.
 
     A hold that the store does not have is expired if its first lease is over. Otherwise its state
-    stays as it is.
+    stays as it is. A lock that was left to a receiver has no other state until that is noticed.
     """
     rows = [row for row in rows if row.kind == "run" and not row.outcome]
     if not rows:
@@ -204,7 +204,9 @@ def judge(rows: Iterable[TaskLockEvent]) -> None:
         if proof_of_death(holder):
             states[holder.token] = "dead"
     for row in rows:
-        if row.token in states:
+        if row.was_left:
+            row.state = "handed_over"
+        elif row.token in states:
             row.state = states[row.token]
         elif is_over(row):
             row.state = "expired"

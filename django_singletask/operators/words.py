@@ -41,6 +41,7 @@ ANY_TROUBLE = "trouble"
 """Stands for all outcomes that can let two runs work at the same time, and for retaken locks."""
 WORDS: dict[str, Any] = {
     "held": STATES["held"],
+    "handed_over": STATES["handed_over"],
     **RESULTS,
     **OUTCOMES,
     RETAKEN: _("retaken"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Callable
 from typing import Any
@@ -245,7 +246,7 @@ class TestHistory:
     def test_each_hand_has_a_row(self):
         handle = handed_over()
         assert self.rows() == [
-            ("run", "released", "", "handed over for 60 s"),
+            ("run", "released", "returned", "handed over for 60 s"),
             ("run", "", "", ""),
         ]
         with TaskLock.receive(handle):
@@ -254,6 +255,18 @@ class TestHistory:
                 ("run", "", "", ""),
             ]
         assert self.rows()[2] == ("run", "released", "returned", "")
+
+    def test_the_end_of_a_body_that_handed_its_lock_over_is_told(self):
+        """Otherwise a task that pauses its key after each run would never complete."""
+        with pytest.raises(LookupError), TaskLock("nightly") as lock:
+            lock.hand_over(for_=60)
+            raise LookupError
+        assert self.rows()[0] == ("run", "released", "raised", "handed over for 60 s")
+        assert TaskLockEvent.objects.earliest("pk").is_completed
+
+    def test_history_says_that_it_is_handed_over(self):
+        handed_over()
+        assert re.search(r" - +handed over ", locks("history"))
 
     def test_a_row_is_closed_although_the_cache_did_not_answer(self):
         with TaskLock("nightly") as lock, inside.failing("change", ConnectionError("down")):
@@ -274,7 +287,7 @@ class TestOperators:
         handed_over(for_=600)
         text = " ".join(locks("why", "nightly").split())
         assert "held handed over 0s ago by code outside a task on " in text
-        assert "; its receiver must take it within 9m 59s " in text
+        assert "; free in 9m 59s unless received before" in text
 
     def test_why_knows_it_where_the_cache_cannot_list(self, settings, empty_cache):
         settings.SINGLETASK_CACHE = "pymemcache"

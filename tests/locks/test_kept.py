@@ -526,7 +526,7 @@ class TestOperators:
     def test_why(self):
         run()
         text = " ".join(locks("why", tasks.hold.lock("a").name).split())
-        kept = r" held for 5\ds more by lock_at_least; task first on \S+ has ended "
+        kept = r" held for 5\ds more by lock_at_least; the body of task first on \S+ has ended "
         assert re.search(kept, text)
         assert f"manage.py locks clear {kept_holder().token}" in text
 

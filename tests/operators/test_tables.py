@@ -24,6 +24,11 @@ def test_long_text_is_cut_in_the_middle(text, width, expected):
     assert output.cut(text, width) == expected
 
 
+def test_a_difference_near_the_beginning_is_not_shown_twice():
+    shown = output.cut("…call_partner_retry(customer_id='c2')", 27, differs_at=13)
+    assert shown == "…call_partner_retry(custom…"
+
+
 @pytest.mark.parametrize("char", ["x", "ж", "\x1b", "\u202e"])
 def test_list_fits_eighty_columns(char):
     hold(name=char * 255, host=char * 255, token="1")
