@@ -566,7 +566,8 @@ def spoil_numbers(lock: TaskLock, task: Any, nonsense: bytes) -> None:
 
 def take_number(lock: TaskLock, task: Any) -> list[Any] | None:
     """Take the next number, as a call does before its message is published."""
-    return latest.take_ticket(ref_of(lock), task.name, header.Header("", task.name), None)
+    state = latest.take_number(ref_of(lock), task.name, header.Header("", task.name), None)
+    return state and [state.epoch, state.taken]
 
 
 def note_number(lock: TaskLock, task: Any, ticket: Any) -> bool:

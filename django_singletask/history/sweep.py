@@ -89,7 +89,7 @@ def _check(cache: str, rows: Sequence[TaskLockEvent]) -> None:
         entry = entries.get(row.key)
         if entry is not None and Holder.decode(entry.value).token == row.token:
             # A fixed lease that lasts longer than its row says was extended: its end is not known.
-            if row.noticed_at or row.fixed:
+            if row.noticed_at or (row.fixed and not row.was_left):
                 back_again.append(row.pk)
             _check_entry(ref, entry, row)
         elif row.was_left:

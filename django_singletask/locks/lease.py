@@ -524,6 +524,15 @@ class Lease:
 
     # What is left after a conflict
 
+    def is_behind_own_try(self) -> bool:
+        """Return whether an earlier try of the same call keeps the lock, and has not returned."""
+        blocker = self.blocker
+        if blocker is None or not blocker.kept or blocker.returned:
+            return False
+        if not blocker.is_run_of(self.ref.task_id):
+            return False
+        return blocker.retries < self.ref.retries
+
     def note_wait(self, seconds: float) -> None:
         """Note for the log and the error how long the call waited."""
         option = "lock_wait" if self.ref.is_delivery else "wait"
@@ -589,6 +598,8 @@ class Lease:
             return
         if error is not None and not result:
             result = result_of(error)
+            if isinstance(error, Retry) and error.is_eager:  # type: ignore[attr-defined]
+                self.began_at = None  # apply() runs the next try here, now: nobody could wait
         has_returned = not result
         if has_returned:
             result = "returned"

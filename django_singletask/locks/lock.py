@@ -270,7 +270,15 @@ class TaskLock:
 
     def _meet_conflict(self, lease: Lease, wait: float) -> bool:
         """Do what the options say about a lock that is held by another holder; return False."""
-        if lease.is_behind_itself or (lease.in_block and self.on_conflict == "raise"):
+        must_raise = lease.is_behind_itself
+        if lease.in_block:
+            if self.on_conflict == "raise":
+                must_raise = True
+            elif lease.is_behind_own_try():
+                # To skip it would lose the work of the task.
+                must_raise = True
+                lease.note = "an earlier try of this task keeps it (at_least)"
+        if must_raise:
             policy = "raise"
             if wait:
                 policy = "wait"

@@ -417,15 +417,9 @@ class Delivery:
                 self._keep_entry(self.queued_call)
             if self.again:
                 note(self.key, self.request.id, DONE)
-            if self.options.lock_at_least:
-                self._free_for_eager_retry()
+        if isinstance(self.result, Retry) and self.result.is_eager:  # type: ignore[attr-defined]
+            self.lease.began_at = None  # of retry(throw=False); see Lease.leave_body()
         return self.result
-
-    def _free_for_eager_retry(self) -> None:
-        """Keep nothing if ``apply()`` runs the next try in this process now: nobody could wait."""
-        for end in (self.result, self.failure):
-            if isinstance(end, Retry) and end.is_eager:  # type: ignore[attr-defined]
-                self.lease.began_at = None
 
     # A message that meets its own earlier run; see task/__init__.py
 

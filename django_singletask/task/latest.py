@@ -47,7 +47,7 @@ TRIES = 100
 
 
 Ticket = list[Any]
-"""The epoch, the number of a call, and the end of its series (0: none)."""
+"""The epoch, and the number of a call."""
 
 
 class State(NamedTuple):
@@ -104,13 +104,15 @@ class State(NamedTuple):
         if is_open or (is_behind_another and not is_late):
             # No call waits longer for the end of a series that a late call has begun.
             return state._replace(end=min(self.end, begin + length))
-        lasts = (*self.lasts, self.noted, self.received)
-        lasts = tuple(last for last in lasts if last >= self.received)
-        return state._replace(end=begin + length, lasts=lasts)
+        lasts = {*self.lasts, self.noted, self.received}
+        if is_late:  # it must not replace a call that is being published, and starts before
+            lasts.add(self.taken)
+        lasts = {last for last in lasts if last >= self.received}
+        return state._replace(end=begin + length, lasts=sorted(lasts))
 
 
-def take_ticket(lock: LockRef, task: str, header: Header, length: float | None) -> Ticket | None:
-    """Take the next number; None if other calls were faster at each attempt."""
+def take_number(lock: LockRef, task: str, header: Header, length: float | None) -> State | None:
+    """Take the next number, and return the state; None if others were faster at each attempt."""
     store = get_store(lock.cache)
     key = lock.lock_key.beside(LATEST, task).key
     for _ in range(TRIES):
@@ -124,7 +126,7 @@ def take_ticket(lock: LockRef, task: str, header: Header, length: float | None) 
         else:
             is_taken = not store.add(key, state.encode(), LEASE)
         if is_taken:
-            return [state.epoch, state.taken, state.end]
+            return state
     return None
 
 
@@ -135,7 +137,7 @@ def gives_way(lock: LockRef, task: str, ticket: Any, *, is_sent: bool = False) -
     the cache cannot be used, the call runs, and whoever takes the lock next reports it.
     """
     with suppress(LockUnavailable, TypeError, ValueError):  # another program wrote the ticket
-        epoch, number, _end = ticket
+        epoch, number = ticket
         key = lock.lock_key.beside(LATEST, task).key
         for _ in range(TRIES):
             entry = get_store(lock.cache).read(key)

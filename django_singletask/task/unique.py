@@ -26,7 +26,7 @@ from django_singletask.log import logger
 from django_singletask.stores import get_store
 from django_singletask.stores.base import Slots
 from django_singletask.task.header import Header
-from django_singletask.task.latest import Ticket, gives_way, take_ticket
+from django_singletask.task.latest import Ticket, gives_way, take_number
 from django_singletask.task.options import LockOptions
 
 # The life of an entry
@@ -94,6 +94,8 @@ class QueuedCall:
     """The lease that a run with ``"finish"`` has instead."""
     ticket: Ticket | None = None
     """The place of the call among the calls that replace each other."""
+    series_end = 0.0
+    """When the series of the call ends, as a Unix time; 0: never."""
     again_until = 0.0
     """When the entry of the next try ends, after the call was sent again."""
     sender: QueuedCall | None = None
@@ -152,18 +154,22 @@ class QueuedCall:
             header.ticket = None
             if self.ticket and not awaited:
                 header.ticket = self.ticket
-                self._start_in_time(header, message, self.ticket[2])
+                self._start_in_time(header, message)
             result = publish()
         finally:
             if result is None:
                 self._withdraw()
-        if self.ticket and result is not None:
-            # Let this call, which is now published, replace the calls before it.
-            gives_way(self.lock, self.ref.task or "", self.ticket, is_sent=True)
+        # A call that others wait for is not moved. After the end it replaces no call before it.
+        is_in_time = not 0 < self.series_end < header.due
+        if self.ticket and result is not None and is_in_time:
+            # Let this call, which is now published, replace the calls before it. One that others
+            # wait for counts as received: no call replaces it, and its worker notes nothing.
+            gives_way(self.lock, self.ref.task or "", self.ticket, is_sent=not awaited)
         return result
 
-    def _start_in_time(self, header: Header, message: dict[str, Any], end: float) -> None:
+    def _start_in_time(self, header: Header, message: dict[str, Any]) -> None:
         """Let the call start at the end of its series, if its own time is later."""
+        end = self.series_end
         if 0 < end < header.due:
             header.delay -= header.due - end
             header.due = end
@@ -199,7 +205,10 @@ class QueuedCall:
             if self.options.on_duplicate != "replace":
                 return blocker
             task = self.ref.task or ""
-            self.ticket = take_ticket(self.lock, task, header, self.options.unique_for)
+            state = take_number(self.lock, task, header, self.options.unique_for)
+            if state is not None:
+                self.ticket = [state.epoch, state.taken]
+                self.series_end = state.end
             if blocker is not None:
                 entry, holder = self.ref.read_holder()
                 # The entry of a run has a process, and stays until the run is finished.

@@ -85,6 +85,18 @@ def test_a_lock_that_was_handed_over_and_not_received_is_no_trouble(take, caplog
     assert caplog.messages == []
 
 
+def test_a_lock_that_was_handed_over_may_be_there_when_its_time_is_over(take):
+    """memcached counts whole seconds, and clocks differ."""
+    lock = take("nightly", timeout=10)
+    lock.hand_over(for_=10)
+    advance(11)
+    history.sweep()  # finds the entry
+    caches["redis"].delete(lock.key)
+    history.sweep()
+    pause = TaskLockEvent.objects.filter(kind="run").latest("at")
+    assert (pause.outcome, pause.reason) == ("released", "nobody received it")
+
+
 def test_fixed_lease_that_expired_ended_when_its_time_was_over(take):
     token, _value = lose_host(take("nightly", timeout=10, renew=False))
     for _ in range(2):

@@ -26,6 +26,7 @@ from tests.command_line import alarm, locks
 from tests.deliveries import (
     at_the_first_pause,
     collect_sent,
+    deliver,
     held_by,
     receive,
     receive_sent,
@@ -397,6 +398,52 @@ def test_only_one():
     guarded()
     assert len(calls) == 1
     assert TaskLock("guarded").holder().kept
+
+
+class TestABlockInATaskThatIsTriedAgain:
+    """A block cannot be postponed, and to skip it would lose the work of the task."""
+
+    @pytest.fixture
+    def tries(self):
+        return []
+
+    @pytest.fixture
+    def task(self, tries):
+        @tasks.hold.app.task(bind=True, shared=False, name="tests.guarded")
+        def guarded(self, returns=False):
+            @only_one(key="guarded", at_least=60)
+            def body():
+                tries.append(self.request.retries)
+                if len(tries) == 1 and not returns:
+                    raise self.retry(countdown=0)
+
+            body()
+            if returns:
+                raise self.retry(countdown=0)
+
+        yield guarded
+        tasks.hold.app.tasks.pop("tests.guarded")
+
+    def test_the_next_try_fails(self, task, tries, sent):
+        assert deliver(task).info.state == "RETRY"
+        error = deliver(task, retries=1).info.retval
+        assert str(error).endswith("; an earlier try of this task keeps it (at_least)")
+        assert (type(error), tries) == (LockConflict, [0])
+
+    def test_another_call_is_skipped(self, task, tries, sent):
+        deliver(task)
+        assert deliver(task, task_id="other").info is None
+        assert tries == [0]
+
+    def test_the_next_try_is_skipped_if_the_block_returned(self, task, tries, sent):
+        """Its work is done."""
+        deliver(task, True)
+        deliver(task, True, retries=1)
+        assert tries == [0]
+
+    def test_an_eager_try_finds_it_free(self, task, tries):
+        task.apply()
+        assert tries == [0, 1]
 
 
 @pytest.mark.parametrize("error", [ValueError(), GeneratorExit()], ids=repr)

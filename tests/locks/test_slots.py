@@ -396,7 +396,7 @@ class TestOperators:
             receive(tasks.hold, "a", task_id=task_id, header={"options": options})
         text = " ".join(locks("why", tasks.hold.lock("a").name).split())
         assert re.search(
-            r" slot kept, for \d+s more by lock_at_least; the body of task second on \S+ has ended ",
+            r" slot kept, for \d+s more by lock_at_least; the body of task second on \S+ has ended",
             text,
         )
 

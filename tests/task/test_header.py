@@ -68,9 +68,7 @@ def test_the_task_fails_with_one_error_that_names_the_header(
     assert ran == []
 
 
-@pytest.mark.parametrize(
-    "ticket", [[], ["x", 1], ["x", "1", "s"], [1, 2, 3], ["x", 1, []], [["x"], 1, "s"], [None]]
-)
+@pytest.mark.parametrize("ticket", [[], ["x", "1"], [1, 2], ["x", 1, 2], [["x"], 1], [None]])
 def test_a_strange_ticket_replaces_no_call(ticket: Any, ran: list[str]) -> None:
     assert inside.take_number(LOCK, tasks.requeue)
     deliver(tasks.requeue, "a", headers=headers_of(tasks.requeue, ticket=ticket))

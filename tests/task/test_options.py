@@ -347,7 +347,7 @@ FULL = header.Header(
     delay=60.5,
     marked=True,
     received=1_700_000_002.5,
-    ticket=["epoch", 7, "series"],
+    ticket=["epoch", 7],
     was="singletask:before",
 )
 """A header with a value in each field, and an option that JSON has no number for."""

@@ -149,6 +149,16 @@ class TestWhenItStarts:
         clock.pass_by(50)
         send(2, **options)
         assert start(sent[1]) == 70
+        assert deliver(sent[0]) == "ran"  # in time
+
+    def test_a_call_for_which_others_wait_ends_its_series(self, sent, clock, start):
+        """It replaces the call before it, and no worker notes that it has it."""
+        send(1)
+        send(2, task_id="awaited")
+        assert deliver_all(sent) == ["skipped", "ran"]
+        clock.pass_by(50)
+        send(3)
+        assert start(sent[2]) == 70
 
     def test_without_an_entry_it_starts_at_its_own_time(self, sent, clock, start, monkeypatch):
         send(1)
@@ -170,6 +180,27 @@ class TestALongerDelayThanUniqueFor:
         assert [start(message) for message in sent] == [20, 100, 210, 90]
         assert deliver_all(sent) == ["ran", "ran", "skipped", "ran"]
         assert ran == [1, 2, 4]
+
+    def test_it_does_not_replace_a_call_that_is_being_published(
+        self, sent, ran, monkeypatch, settings
+    ):
+        """
+        A: takes 1                                       publishes: due soon
+        B:           takes 2, publishes: due much later
+        """
+        settings.SINGLETASK_HISTORY = "off"
+        send_task = task.app.send_task
+
+        def sleep_and_send(*args, **options):
+            monkeypatch.setattr(task.app, "send_task", send_task)
+            elsewhere(send, 2, 500)
+            return send_task(*args, **options)
+
+        monkeypatch.setattr(task.app, "send_task", sleep_and_send)
+        send(1)
+        late, early = sent
+        assert [deliver(early), deliver(late)] == ["ran", "ran"]
+        assert ran == [1, 2]
 
     def test_it_does_not_let_others_wait(self, sent, clock, start):
         send(0, countdown=500)
