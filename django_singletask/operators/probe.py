@@ -187,7 +187,7 @@ def _answers(store: Any) -> Iterator[tuple[str, str]]:
             yield "note", "only processes on one host can share an SQLite file"
     if store.family == "redis":
         if store.redirects:
-            yield "note", "the server is a node of a cluster: locks are kept on all of its nodes"
+            yield "note", "the server is a node of a cluster, whose nodes keep the locks"
             calls = f"calls of caches[{store.cache_alias!r}]"
             yield "note", f"{calls} would meet redirects (MOVED): use this cache for locks only"
         for server, client in store.clients().items():

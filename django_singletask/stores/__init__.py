@@ -56,10 +56,11 @@ from django.utils.module_loading import import_string
 
 from django_singletask import threads
 from django_singletask.conf import check_installed, conf
+from django_singletask.exceptions import LockUnavailable
 from django_singletask.forks import at_fork, leak
-from django_singletask.stores.base import Store
+from django_singletask.stores.base import TIMEOUT, Store
 from django_singletask.stores.database import DIALECTS
-from django_singletask.stores.epoch import epochs
+from django_singletask.stores.epoch import epoch_of, epochs
 from django_singletask.stores.keys import LONGEST_KEY
 from django_singletask.stores.redis import RedisStore
 from django_singletask.version import DOCS
@@ -84,6 +85,7 @@ IN_CLUSTER = f"{__name__}.cluster.ClusterStore"
 """The store that replaces a RedisStore whose server is a node of a cluster."""
 BRACES = 'its KEY_PREFIX or KEY_FUNCTION puts "{" into the keys'
 """A cluster chooses the node by what follows the first "{", not by the tag of the group."""
+SOCKET = "its server is a node of a cluster, whose nodes are not reached by a Unix socket"
 
 UNSAFE = {
     "django.core.cache.backends.dummy.DummyCache": "stores nothing, so every run gets the lock",
@@ -208,11 +210,49 @@ def open_store(alias: str) -> Store:
     except ValueError as error:  # for example, the port is no number
         raise ImproperlyConfigured(f"{_setting_of(alias)} cannot be opened: {error}.") from error
     # A subclass of a project is not replaced: it would lose what is its own.
-    if type(store) is RedisStore and store.is_node():
+    if type(store) is RedisStore and _is_in_cluster(cache, alias):
+        if store.options.get("path"):
+            raise _unfit(alias, SOCKET)
         if has_braces(cache):
             raise _unfit(alias, BRACES)
         return load_store(IN_CLUSTER)(cache, alias)
     return store
+
+
+def _is_in_cluster(cache: Any, alias: str) -> bool:
+    """Return whether the server is a node of a cluster, and ask it if that is not known.
+
+    Of several servers in ``LOCATION``, another one can answer if the first one is down. If none
+    answers, this raises :class:`LockUnavailable`, and the next use of the cache asks again. The
+    options of the cache may set no limit of time, but here there is one, since a worker asks before
+    it starts.
+    """
+    epoch = epoch_of(alias)
+    if epoch.in_cluster is None:
+        store = RedisStore(cache, alias)
+        store.limit(TIMEOUT)
+        try:
+            epoch.in_cluster = store.is_node()
+        except LockUnavailable:
+            if len(store.urls()) == 1 or not _has_map(cache, alias):
+                raise
+            epoch.in_cluster = True
+        finally:
+            store.close()
+    return epoch.in_cluster
+
+
+def _has_map(cache: Any, alias: str) -> bool:
+    """Return whether one of the servers knows the map of a cluster."""
+    store: Any = load_store(IN_CLUSTER)(cache, alias)
+    store.limit(TIMEOUT)
+    try:
+        store.read_map()
+    except LockUnavailable:
+        return False
+    finally:
+        store.close()
+    return True
 
 
 def _unfit(alias: str, reason: str) -> ImproperlyConfigured:

@@ -110,11 +110,11 @@ class Node(RedisStore):
             if is_limited and isinstance(error.__cause__, self.errors.TimeoutError):
                 self.cluster.hanging_until[self.where] = clock.now() + LOOK
             raise
-        if takes:
+        if takes and self.connections:
             # A node answers a take only when it is ready. So the process at the other end of this
             # connection has been ready, whatever it says later.
-            for used in self.connections[-1:]:
-                self.cluster.map.ready.add(getattr(used, "server", b""))
+            used = self.connections[-1]
+            self.cluster.map.ready.add(getattr(used, "server", b""))
         return replies
 
     # While a node is down, the others say CLUSTERDOWN, if the cluster must be complete. They have
@@ -181,7 +181,7 @@ class Group(RedisStore):
                     raise
                 words = requests
                 refusal: Any = error.__cause__
-                if isinstance(refusal, self.cluster.errors.MovedError):  # an AskError as well
+                if isinstance(refusal, self.cluster.errors.MovedError):  # a subclass of AskError
                     self.cluster.read_map(where, answers=True)
                 elif isinstance(refusal, self.cluster.errors.AskError):
                     words = (ASKING, *requests)
@@ -220,12 +220,8 @@ class ClusterStore(RedisStore):
         # Until when no request is sent to a node that hangs, by its address.
         self.hanging_until: dict[str, float] = {}
         super().__init__(cache, alias)
-        if hasattr(cache, "client"):  # of django-redis or django-valkey
-            urls = cache.client._server  # noqa: SLF001 - no public way
-        else:
-            urls = cache._servers  # noqa: SLF001
         self.seeds = list[str]()
-        for url in urls:
+        for url in self.urls():
             options = {"host": "localhost", "port": 6379}
             options |= self.client.connection_pool.from_url(url).connection_kwargs
             self.seeds.append("{host}:{port}".format(**options))

@@ -304,6 +304,12 @@ class RedisStore(Store):
             return self.cache.client.get_client(write=True)
         return self.cache._cache.get_client(None, write=True)  # noqa: SLF001 - no public way
 
+    def urls(self) -> Any:
+        """Return the URLs of the servers in ``LOCATION``."""
+        if hasattr(self.cache, "client"):  # of django-redis or django-valkey
+            return self.cache.client._server  # noqa: SLF001 - no public way
+        return self.cache._servers  # noqa: SLF001
+
     def clients(self) -> dict[str, Any]:
         """Return the clients of the servers by their addresses; the only one needs none."""
         return {"": self.client}
@@ -458,9 +464,8 @@ class RedisStore(Store):
     # Whether the server is a node of a cluster
     #
     # A node says so in its INFO. Where INFO is forbidden, or does not say it, a node refuses a
-    # script of two keys in different hash slots, as the epoch and the fencing token are. Each
-    # process asks once, before its first request about a lock, or inherits the answer. If the
-    # server does not answer, nothing is known, and the next use of the cache asks again.
+    # script of two keys in different hash slots, as the epoch and the fencing token are.
+    # Each process asks once, before its first request about a lock, or inherits the answer.
     #
     # In a cluster the keys have tags. So a process that has learned that there is no cluster must
     # not go on if there is one now:
@@ -471,13 +476,11 @@ class RedisStore(Store):
 
     def is_node(self) -> bool:
         """Return whether the server is a node of a cluster, or raise LockUnavailable."""
-        if self.epoch.in_cluster is None:
-            try:
-                self.read_many([EPOCH, FENCE])
-                self.epoch.in_cluster = False
-            except InCluster:
-                self.epoch.in_cluster = True
-        return self.epoch.in_cluster
+        try:
+            self.read_many([EPOCH, FENCE])
+        except InCluster:
+            return True
+        return False
 
     def _connection_after(self, connection: Any, trouble: Exception, was_open: bool) -> Any:
         """Return where to send again what has failed; None: nowhere."""

@@ -5,6 +5,7 @@ What a cluster does later is in tests/faults/test_cluster.py, with the same clie
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 import threading
@@ -16,7 +17,7 @@ import pytest
 from django.core.exceptions import ImproperlyConfigured
 from redis import Redis as Client
 
-from django_singletask import LockUnavailable, TaskLock
+from django_singletask import LockUnavailable, TaskLock, stores
 from django_singletask.stores import cluster as stores_cluster
 from django_singletask.stores import redis as stores_redis
 from tests import inside
@@ -127,6 +128,36 @@ def test_a_server_that_is_down_at_first_is_an_outage_and_is_asked_again(settings
         inside.close_connections()
 
 
+@on_each_client
+def test_another_node_tells_if_the_first_one_is_down(alias, lone, settings):
+    nobody = f"redis://127.0.0.1:{free_port()}/0"
+    with private_store(settings, alias, [nobody, lone.url]) as store:
+        assert type(store) is stores_cluster.ClusterStore
+        use(store)
+
+
+def test_a_replica_of_no_cluster_tells_nothing_if_its_primary_is_down(on_redis, settings):
+    nobody = f"redis://127.0.0.1:{free_port()}/0"
+    replica = settings.CACHES["redis"]["LOCATION"]
+    with (
+        pytest.raises(LockUnavailable, match=r"refused|connecting"),
+        private_store(settings, "redis", [nobody, replica]),
+    ):
+        pass
+
+
+def test_a_server_that_says_nothing_is_asked_for_a_limited_time(settings, monkeypatch):
+    """Also if the options of the cache set no limit: a worker asks before it starts."""
+    monkeypatch.setattr(stores, "TIMEOUT", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"redis://127.0.0.1:{silent.getsockname()[1]}/0"
+        with (
+            pytest.raises(LockUnavailable, match="Timeout"),
+            private_store(settings, "redis", url, OPTIONS={"socket_timeout": None}),
+        ):
+            pass
+
+
 def test_control_a_server_that_is_no_cluster_has_the_plain_store(on_redis):
     with TaskLock("nightly") as lock:
         assert lock.owned()
@@ -144,6 +175,16 @@ def test_another_database_is_named(alias, lone, settings):
             ImproperlyConfigured, match=r"has no database 1\. Use database 0 in LOCATION"
         ),
         private_store(settings, alias, url),
+    ):
+        pass
+
+
+def test_a_unix_socket_is_refused(settings, tmp_path):
+    path = tmp_path / "redis.sock"
+    with (
+        Redis(cluster_enabled="yes", cluster_port=free_port(), unixsocket=path),
+        pytest.raises(ImproperlyConfigured, match="are not reached by a Unix socket"),
+        private_store(settings, "redis", f"unix://{path}"),
     ):
         pass
 
@@ -181,7 +222,7 @@ def test_the_probe_says_what_the_cache_is_good_for(lone, monkeypatch):
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     words = " ".join(done.stdout.split())
     assert done.returncode == 0, done.stderr
-    assert "the server is a node of a cluster: locks are kept on all of its nodes" in words
+    assert "the server is a node of a cluster, whose nodes keep the locks" in words
     assert "calls of caches['redis'] would meet redirects (MOVED)" in words
 
 
