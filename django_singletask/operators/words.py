@@ -39,9 +39,10 @@ STATES = {
 """The words for the states of a lock."""
 ANY_TROUBLE = "trouble"
 """Stands for all outcomes that can let two runs work at the same time, and for retaken locks."""
+OPEN = {state: STATES[state] for state in ("held", "handed_over")}
+"""The words for holds that go on, in the list of what happened."""
 WORDS: dict[str, Any] = {
-    "held": STATES["held"],
-    "handed_over": STATES["handed_over"],
+    **OPEN,
     **RESULTS,
     **OUTCOMES,
     RETAKEN: _("retaken"),

@@ -514,7 +514,7 @@ class SingletonTask(Attributes, DjangoTask):  # type: ignore[type-arg] # it is n
 
 def is_of_celery(task: type) -> bool:
     """Return whether a class is that of a task of Celery itself: ``celery.chord_unlock``."""
-    return task.__module__.startswith("celery.")
+    return f"{task.__module__}.".startswith("celery.")
 
 
 def import_tasks() -> None:
