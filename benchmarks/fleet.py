@@ -16,6 +16,7 @@ import argparse
 import heapq
 import itertools
 import logging
+import math
 import random
 import sys
 import time
@@ -24,7 +25,7 @@ from collections.abc import Iterator, Sequence
 from multiprocessing.sharedctypes import RawArray
 from pathlib import Path
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -137,7 +138,8 @@ def renewed_after(lease: float) -> float:
 def hops_after_conflicts(lease: float) -> list[list[float]]:
     """Return samples of the seconds of the first hop, of the second, and so on."""
     app = celery.Celery(broker="memory://", set_as_current=False)
-    return [[hop(app, lease, FIRST_HOP, hops) for _ in range(200)] for hops in range(12)]
+    behind: Any = SimpleNamespace(length=lease, blocker=None, free_in=math.inf)
+    return [[hop(app, behind, FIRST_HOP, hops) for _ in range(200)] for hops in range(12)]
 
 
 def restart(processes: int, costs: Costs, seed: int = 14) -> tuple[float, float]:

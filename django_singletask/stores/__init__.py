@@ -60,7 +60,7 @@ from django_singletask.exceptions import LockUnavailable
 from django_singletask.forks import at_fork, leak
 from django_singletask.stores.base import TIMEOUT, Store
 from django_singletask.stores.database import DIALECTS
-from django_singletask.stores.epoch import epoch_of, epochs
+from django_singletask.stores.epoch import epochs
 from django_singletask.stores.keys import LONGEST_KEY
 from django_singletask.stores.redis import RedisStore
 from django_singletask.version import DOCS
@@ -210,7 +210,7 @@ def open_store(alias: str) -> Store:
     except ValueError as error:  # for example, the port is no number
         raise ImproperlyConfigured(f"{_setting_of(alias)} cannot be opened: {error}.") from error
     # A subclass of a project is not replaced: it would lose what is its own.
-    if type(store) is RedisStore and _is_in_cluster(cache, alias):
+    if type(store) is RedisStore and _is_in_cluster(store, cache):
         if store.options.get("path"):
             raise _unfit(alias, SOCKET)
         if has_braces(cache):
@@ -219,26 +219,24 @@ def open_store(alias: str) -> Store:
     return store
 
 
-def _is_in_cluster(cache: Any, alias: str) -> bool:
+def _is_in_cluster(store: RedisStore, cache: Any) -> bool:
     """Return whether the server is a node of a cluster, and ask it if that is not known.
 
     Of several servers in ``LOCATION``, another one can answer if the first one is down. If none
-    answers, this raises :class:`LockUnavailable`, and the next use of the cache asks again. The
-    options of the cache may set no limit of time, but here there is one, since a worker asks before
-    it starts.
+    answers, this raises :class:`LockUnavailable`, and the next use of the cache asks again.
     """
-    epoch = epoch_of(alias)
+    epoch = store.epoch
     if epoch.in_cluster is None:
-        store = RedisStore(cache, alias)
-        store.limit(TIMEOUT)
+        if not store.is_limited():
+            # Here there is a limit: a worker asks before it starts.
+            store = RedisStore(cache, store.cache_alias)
+            store.limit(TIMEOUT)
         try:
             epoch.in_cluster = store.is_node()
         except LockUnavailable:
-            if len(store.urls()) == 1 or not _has_map(cache, alias):
+            if len(store.urls()) == 1 or not _has_map(cache, store.cache_alias):
                 raise
             epoch.in_cluster = True
-        finally:
-            store.close()
     return epoch.in_cluster
 
 

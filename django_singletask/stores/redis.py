@@ -304,6 +304,10 @@ class RedisStore(Store):
             return self.cache.client.get_client(write=True)
         return self.cache._cache.get_client(None, write=True)  # noqa: SLF001 - no public way
 
+    def is_limited(self) -> bool:
+        """Return whether the options of the cache limit the time of a request."""
+        return all(self.options[name] for name in TIMEOUTS)
+
     def urls(self) -> Any:
         """Return the URLs of the servers in ``LOCATION``."""
         if hasattr(self.cache, "client"):  # of django-redis or django-valkey
