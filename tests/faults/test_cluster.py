@@ -215,6 +215,7 @@ def test_a_node_may_have_an_ipv6_address(settings: Any) -> None:
             assert addresses == {f"[::1]:{both.nodes[0].port}"}
 
 
+@pytest.mark.parametrize("store", ["redis"], indirect=True)
 @pytest.mark.parametrize("cleared", [False, True])
 def test_a_release_that_a_node_made_before_another_one_took_over_counts_as_made(
     store: Any, monkeypatch: Any, cleared: bool
@@ -425,6 +426,7 @@ def test_a_free_lock_is_taken_as_soon_as_its_slot_has_moved(
 
 
 @pytest.mark.only_all("it starts processes")
+@pytest.mark.parametrize("store", ["redis"], indirect=True)
 def test_many_processes_take_turns_while_slots_migrate(either: Cluster, store: Any) -> None:
     command = [sys.executable, "-m", "tests.racers", store.cache_alias, "2"]
     env = os.environ | variables(store.cache_alias, either)
