@@ -11,6 +11,7 @@ runtests.py finds out what is absent. A test is skipped if
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from typing import Any, NoReturn
 
@@ -46,7 +47,10 @@ class Cache:
         """Do nothing, because Django closes its caches at the end of each request."""
 
     def __getattr__(self, name: str) -> NoReturn:
-        import pytest  # which processes that tests start need not have
+        if "pytest" not in sys.modules:
+            # In a process that a test starts, a check looks at every cache, not only at its own.
+            raise AttributeError(name)
+        import pytest
 
         if threading.current_thread().name.startswith("singletask-"):
             raise SystemExit  # in a thread of the package, which then ends quietly

@@ -55,11 +55,13 @@ class Reader:
     def read(self) -> list[str]:
         """Read what is new, and return the tests that have failed since the last time."""
         known = len(self.failed)
-        with self.path.open() as file:
+        with self.path.open("rb") as file:
             file.seek(self.position)
             lines = file.readlines()
-            self.position = file.tell()
         for line in lines:
+            if not line.endswith(b"\n"):  # its second half is not there yet
+                break
+            self.position += len(line)
             facts = json.loads(line)
             if "collected" in facts:
                 self.collected = facts["collected"]

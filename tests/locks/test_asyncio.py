@@ -50,15 +50,19 @@ def pool_threads():
 
 
 class TestExclusion:
-    def most_at_once(self, number, **options):
+    def most_at_once(self, number, slots=1):
         """Let tasks of a loop take a lock; return how many were in its block at once."""
         inside = most = ran = 0
+        full = asyncio.Event()
 
         async def one():
             nonlocal inside, most, ran
-            async with TaskLock(NAME, wait=20, **options):
+            async with TaskLock(NAME, wait=20, slots=slots):
                 inside += 1
                 most = max(most, inside)
+                if inside == slots:
+                    full.set()
+                await full.wait()
                 await asyncio.sleep(0.02)
                 ran += 1
                 inside -= 1

@@ -38,6 +38,14 @@ def read(file: Path, begin: int = 0) -> list[dict[str, Any]]:
         return [json.loads(line) for line in lines if line.endswith(b"\n")]
 
 
+def size(file: Path) -> int:
+    """Return how many bytes the complete lines of a log have.
+
+    A reader can see the first half of a line that crosses a page of memory.
+    """
+    return file.read_bytes().rfind(b"\n") + 1 if file.exists() else 0
+
+
 def runs(lines: list[dict[str, Any]]) -> list[tuple[str, float, float]]:
     """Return key, start and end of each run; one that has not ended goes on for ever."""
     ends = {line["run"]: line["t"] for line in lines if line["event"] == "end"}

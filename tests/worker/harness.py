@@ -151,7 +151,7 @@ class Worker:
 
     def forget(self) -> None:
         """Leave out what was logged and printed until now, which is of other tests."""
-        self.begin = self.log.stat().st_size if self.log.exists() else 0
+        self.begin = log.size(self.log)
         self.printed = self.output.stat().st_size
 
     def text(self) -> str:
