@@ -449,6 +449,7 @@ from django.conf import settings
 from django_singletask import TaskLock
 from django_singletask.history import recorder
 
+recorder.IDLE = 60.0  # the connection stays open, however long the child takes
 router = {"db_for_write": lambda *args, **hints: sys.argv[2]}
 settings.DATABASE_ROUTERS = [type("Router", (), router)()]
 with TaskLock("before"):

@@ -121,6 +121,8 @@ def test_a_mark_is_for_a_whole_test_or_for_the_parameters_that_it_names() -> Non
 
 
 def test_each_file_is_in_one_part() -> None:
-    folders = [folder for part in parts.PARTS.values() for folder in part]
-    in_folders = [path for folder in folders for path in (ROOT / folder).rglob("test_*.py")]
-    assert sorted(in_folders) == sorted((ROOT / "tests").rglob("test_*.py"))
+    found: list[Path] = []
+    for patterns in parts.PARTS.values():
+        for path in map(ROOT.joinpath, parts.files(patterns)):
+            found += [path] if path.is_file() else path.rglob("test_*.py")
+    assert sorted(found) == sorted((ROOT / "tests").rglob("test_*.py"))
