@@ -37,7 +37,7 @@ def table(
     *,
     name: int,
     right: Collection[int] = (),
-    spare: int = -1,
+    spare: int | None = None,
 ) -> Iterator[str]:
     """Lay out rows below their heads, and yield the lines; without rows there are none.
 
