@@ -584,7 +584,7 @@ class TaskLockEventAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
         shown = ""
         if event.task_id:
             shown = task_id(event.task_id)
-        known = lines(shown, words.process(event.host, event.pid))
+        known = lines(shown, words.process(event))
         if not known:
             return SafeString("-")
         return known

@@ -157,7 +157,7 @@ class Selector:
             lock.token,
             lock.task_id,
             lock.host,
-            process(lock.host, lock.pid),
+            process(lock),
             lock.key,
             lock.lock_key,
         )

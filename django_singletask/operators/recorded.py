@@ -126,7 +126,7 @@ def _scan(
 
 
 def _is_row_of(selector: Selector, row: Any) -> bool:
-    texts = (row.task_id, row.ref, row.key, row.host, process(row.host, row.pid))
+    texts = (row.task_id, row.ref, row.key, row.host, process(row))
     return selector.fits(row.name, row.task, *texts)
 
 

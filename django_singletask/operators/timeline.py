@@ -85,7 +85,7 @@ class Drawn:
             texts.append(_("blocked by {}").format(blocker))
         if event.task_id:
             texts.append(_("task {}").format(event.task_id))
-        texts.append(words.process(event.host, event.pid))
+        texts.append(words.process(event))
         return ", ".join(filter(None, texts))
 
     @property

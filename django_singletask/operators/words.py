@@ -168,17 +168,18 @@ def to_utc(at: datetime) -> datetime:
     return at.astimezone(UTC)
 
 
-def process(host: str, pid: int) -> str:
-    """Name a process, as in ``web-1:8121``; empty if it is not known, or there is none."""
-    if host and pid:
-        return f"{host}:{pid}"
+def process(run: Holder | TaskLockEvent) -> str:
+    """Name the process of a run, as in ``web-1:8121``; empty if it has none, or none is known."""
+    if run.host and run.pid:
+        return f"{run.host}:{run.pid}"
     return ""
 
 
 def place(run: Holder | TaskLockEvent, unknown: str = "-") -> str:
     """Name the process of a run, or else its host."""
-    if run.host and run.pid:
-        return process(run.host, run.pid)
+    name = process(run)
+    if name:
+        return name
     if run.host:
         return run.host
     return unknown
