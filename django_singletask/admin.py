@@ -40,7 +40,7 @@ from django_singletask.operators.starving import Starving, starving
 from django_singletask.operators.timeline import draw
 from django_singletask.operators.windows import HOUR, SPANS, Window, window_of
 from django_singletask.task.base import import_tasks, singleton_tasks
-from django_singletask.templatetags.singletask import breakable, long_id, task_id
+from django_singletask.templatetags.singletask import breakable, long_id, moment, task_id
 
 __all__ = ["TaskLockEventAdmin"]
 
@@ -546,11 +546,11 @@ class TaskLockEventAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
 
     @admin.display(description=gettext_lazy("began"))
     def began(self, event: TaskLockEvent) -> str:
-        return words.clock_time(event.at, dated=True)
+        return moment(event.at)
 
     @admin.display(description=gettext_lazy("ended"))
     def ended(self, event: TaskLockEvent) -> str:
-        return words.end_time(event, lambda at: words.clock_time(at, dated=True))
+        return words.end_time(event, moment)
 
     @admin.display(description=gettext_lazy("lock"))
     def lock(self, event: TaskLockEvent) -> SafeString:
@@ -561,7 +561,7 @@ class TaskLockEventAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
         """Say how the hold ended, or what became of calls, how often, why, and who noticed it."""
         retaken = ""
         if event.retaken_at:
-            at = words.clock_time(event.retaken_at, dated=True)
+            at = moment(event.retaken_at)
             retaken = _("retaken × {}, last at {}").format(event.retaken, at)
         blocker = event.blocked_by_task_id
         if not blocker:
