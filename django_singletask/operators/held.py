@@ -257,11 +257,8 @@ def add_states(locks: list[HeldLock], hungry: Sequence[Starving] | None = None) 
     for lock in held:
         if lock.name in starved:
             lock.state = "starving"
-    if conf.history != "off":
-        _find_slow(held)
-    locks.sort(key=attrgetter("name"))
-    locks.sort(key=attrgetter("held_for"), reverse=True)
-    locks.sort(key=lambda lock: RANKS.get(lock.state, NO_RANK))
+    _find_slow(held)
+    locks.sort(key=lambda lock: (RANKS.get(lock.state, NO_RANK), -lock.held_for, lock.name))
     return locks
 
 
