@@ -91,8 +91,7 @@ def _find(
         parts += some_parts
         if not complete:
             is_whole = False
-    is_known = bool(selector.recorded_keys or selector.tasks)
-    if is_known or any(part.exists() for part in parts):
+    if selector.recorded_keys or selector.tasks or any(part.exists() for part in parts):
         return parts, is_whole
     return _scan(rows, selector, what, window, limit)
 
