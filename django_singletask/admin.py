@@ -123,18 +123,14 @@ class TaskFilter(admin.SimpleListFilter):
         return {"": self.lookup_choices}
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, Any]]:
-        return [(name, name) for name in known_tasks()]
+        import_tasks()
+        tasks = {*singleton_tasks(), *tasks_of_history(int(time.monotonic() // 60))}
+        return [(name, name) for name in sorted(tasks)]
 
     def queryset(self, request: HttpRequest, queryset: Any) -> Any:
         if not self.value():
             return queryset
         return queryset.of_task(str(self.value()))
-
-
-def known_tasks() -> list[str]:
-    """Return the tasks that take locks, and those that did according to the history."""
-    import_tasks()
-    return sorted({*singleton_tasks(), *tasks_of_history(int(time.monotonic() // 60))})
 
 
 @lru_cache(maxsize=1)
