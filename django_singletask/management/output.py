@@ -36,7 +36,7 @@ def table(
     rows: Iterable[Sequence[str]],
     *,
     name: int,
-    right: Collection[int] = (),
+    right: Collection[int],
     spare: int | None = None,
 ) -> Iterator[str]:
     """Lay out rows below their heads, and yield the lines; without rows there are none.

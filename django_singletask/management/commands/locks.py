@@ -101,8 +101,8 @@ def usage_exit(status: int = 0, message: str | None = None) -> NoReturn:
     if message:
         sys.stderr.write(message)
     if status:
-        sys.exit(UNKNOWN)
-    sys.exit(0)
+        status = UNKNOWN
+    sys.exit(status)
 
 
 def add_list_options(parser: Options) -> None:
@@ -289,9 +289,9 @@ class Command(BaseCommand):
             text = str(error)
             if not self.typed_action:
                 text += f" The actions are {', '.join(ACTIONS)}."
-            raise CommandError(text, returncode=UNKNOWN) from error
+            raise wrong(text) from error
         except (*EXPLAINED, LockUnavailable, RuntimeError) as error:
-            raise CommandError(clean(cannot_ask(error)), returncode=UNKNOWN) from error
+            raise wrong(clean(cannot_ask(error))) from error
         except KeyboardInterrupt as error:
             text = "Interrupted. What is done is done: run the command again to continue."
             raise CommandError(text) from error
@@ -364,10 +364,11 @@ class Command(BaseCommand):
         if since and until and since >= until:
             raise wrong("--until must be later than --since.")
         selectors = [*map(Selector, options["names"])]
-        narrowed = {name: options[name] for name in ("what", "since", "until", "limit")}
-        rows, complete = find(selectors, **narrowed)
-        held.must_be_known(selectors)
         limit = options["limit"]
+        rows, complete = find(
+            selectors, limit=limit, what=options["what"], since=since, until=until
+        )
+        held.must_be_known(selectors)
         if len(rows) == limit:
             if not self.prints_json:
                 self.stderr.write(f"No more than {plural(limit, 'row')}: see --limit.")
