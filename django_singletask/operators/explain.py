@@ -234,7 +234,8 @@ def _note_rows(known: Why, rows: list[TaskLockEvent]) -> None:
     known.completed = _last_completed(rows)
     if len(rows) == NEWEST:  # there may be older rows, which were not read
         known.within = min(DAY, ago(rows[-1].end))
-    met = [row for row in rows if row.is_counted]
+    # A retry that met its own earlier try is no other call.
+    met = [row for row in rows if row.is_counted and row.reason != "retry"]
     known.conflict = next(iter(met), None)
     for row in met:
         if ago(row.end) > known.within:

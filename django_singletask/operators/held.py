@@ -302,7 +302,8 @@ def add_conflicts(locks: list[HeldLock]) -> list[HeldLock]:
     try:
         with reading():
             tokens = [lock.token for lock in locks]
-            rows = TaskLockEvent.objects.values_list("blocked_by", "ref", "kind", "result", "count")
+            others = TaskLockEvent.objects.exclude(reason="retry")  # that is the holder's own call
+            rows = others.values_list("blocked_by", "ref", "kind", "result", "count")
             for token, ref, kind, result, count in rows.calls_blocked_by(tokens):  # type: ignore[attr-defined]
                 if kind == "duplicate":
                     met[token][kind] += count
