@@ -461,10 +461,8 @@ class TaskLockEventAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
         if not name:
             task = request.GET.get("task", "")
             lock_or_task = task
-        title: Any = TABS["timeline"]
         explained = {}
         if lock_or_task:
-            title = lock_or_task
             explained = explain(lock_or_task)
         event = self.get_object(request, request.GET.get("event", ""))
         rows: Any = self.get_queryset(request)
@@ -472,7 +470,6 @@ class TaskLockEventAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
         return self.render(
             request,
             "timeline",
-            title=title,
             name=name,
             task=task,
             event=event,
@@ -608,11 +605,11 @@ def sorting(
 
 
 def explain(name: str) -> dict[str, Any]:
-    """Return what is known of a lock or a task, or why nothing is."""
+    """Return what is known of a lock or a task, or why nothing is, below its name as the title."""
     known, unknown = attempt(why, name, otherwise=None)
     if known is None:
-        return {"unknown": unknown}
-    return {"known": known, "facts": facts(known)}
+        return {"title": name, "unknown": unknown}
+    return {"title": name, "known": known, "facts": facts(known)}
 
 
 def window_form(request: HttpRequest, now: datetime, span: str = "") -> dict[str, Any]:
