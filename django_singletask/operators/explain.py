@@ -291,8 +291,7 @@ def facts(why: Why) -> Iterator[Fact]:
         yield Fact("forget", _clear_command(lock), is_command=True)
     for lock in why.expired:
         yield Fact("expired", _named(why, lock, _tell_state(lock)))
-    if why.no_history:
-        yield Fact("history", why.no_history)
+    yield Fact("history", why.no_history)
 
 
 def _tell_run(run: TaskLockEvent) -> str:
