@@ -7,7 +7,6 @@ import re
 import shlex
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from datetime import UTC, datetime
 from itertools import pairwise
 from typing import Any
@@ -206,11 +205,11 @@ def app_module() -> str:
     app = app_or_default()
     modules = []
     for name, module in sys.modules.copy().items():
+        if name == "__main__":
+            continue  # no other process can import it
         names = getattr(module, "__dict__", {})
         if any(names.get(each) is app for each in CELERY_APPS):
             modules.append(name)
-    with suppress(ValueError):
-        modules.remove("__main__")  # no other process can import it
     return min(modules, key=len, default="<app>")
 
 
