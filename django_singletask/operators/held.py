@@ -419,9 +419,8 @@ def read(keys: Iterable[str] | None = None) -> list[HeldLock]:
         lock = HeldLock(**facts, key=key, state="held", remaining=entry.remaining)
         lock.state = _state(lock, stopped)
         locks.append(lock)
-    with_slots = [lock for lock in locks if lock.slots > 1]
-    holders = Counter(lock.lock_key for lock in with_slots)
-    for lock in with_slots:
+    holders = Counter(lock.lock_key for lock in locks)
+    for lock in locks:
         lock.slots_held = holders[lock.lock_key]
     return locks
 
