@@ -130,7 +130,7 @@ class TaskFilter(admin.SimpleListFilter):
     def queryset(self, request: HttpRequest, queryset: Any) -> Any:
         if not self.value():
             return queryset
-        return queryset.of_task(str(self.value()))
+        return queryset.of_task(self.value())
 
 
 @lru_cache(maxsize=1)
