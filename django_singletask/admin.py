@@ -40,7 +40,7 @@ from django_singletask.operators.starving import Starving, starving
 from django_singletask.operators.timeline import draw
 from django_singletask.operators.windows import HOUR, SPANS, Window, window_of
 from django_singletask.task.base import import_tasks, singleton_tasks
-from django_singletask.templatetags.singletask import breakable, long_id, task_id
+from django_singletask.templatetags.singletask import breakable, long_id, moment, task_id
 
 __all__ = ["TaskLockEventAdmin"]
 
@@ -123,18 +123,14 @@ class TaskFilter(admin.SimpleListFilter):
         return {"": self.lookup_choices}
 
     def lookups(self, request: HttpRequest, model_admin: Any) -> list[tuple[str, Any]]:
-        return [(name, name) for name in known_tasks()]
+        import_tasks()
+        tasks = {*singleton_tasks(), *tasks_of_history(int(time.monotonic() // 60))}
+        return [(name, name) for name in sorted(tasks)]
 
     def queryset(self, request: HttpRequest, queryset: Any) -> Any:
         if not self.value():
             return queryset
-        return queryset.of_task(str(self.value()))
-
-
-def known_tasks() -> list[str]:
-    """Return the tasks that take locks, and those that did according to the history."""
-    import_tasks()
-    return sorted({*singleton_tasks(), *tasks_of_history(int(time.monotonic() // 60))})
+        return queryset.of_task(self.value())
 
 
 @lru_cache(maxsize=1)
@@ -465,10 +461,8 @@ class TaskLockEventAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
         if not name:
             task = request.GET.get("task", "")
             lock_or_task = task
-        title: Any = TABS["timeline"]
         explained = {}
         if lock_or_task:
-            title = lock_or_task
             explained = explain(lock_or_task)
         event = self.get_object(request, request.GET.get("event", ""))
         rows: Any = self.get_queryset(request)
@@ -476,7 +470,6 @@ class TaskLockEventAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
         return self.render(
             request,
             "timeline",
-            title=title,
             name=name,
             task=task,
             event=event,
@@ -546,11 +539,11 @@ class TaskLockEventAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
 
     @admin.display(description=gettext_lazy("began"))
     def began(self, event: TaskLockEvent) -> str:
-        return words.clock_time(event.at, dated=True)
+        return moment(event.at)
 
     @admin.display(description=gettext_lazy("ended"))
     def ended(self, event: TaskLockEvent) -> str:
-        return words.end_time(event, lambda at: words.clock_time(at, dated=True))
+        return words.end_time(event, moment)
 
     @admin.display(description=gettext_lazy("lock"))
     def lock(self, event: TaskLockEvent) -> SafeString:
@@ -561,7 +554,7 @@ class TaskLockEventAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
         """Say how the hold ended, or what became of calls, how often, why, and who noticed it."""
         retaken = ""
         if event.retaken_at:
-            at = words.clock_time(event.retaken_at, dated=True)
+            at = moment(event.retaken_at)
             retaken = _("retaken × {}, last at {}").format(event.retaken, at)
         blocker = event.blocked_by_task_id
         if not blocker:
@@ -584,7 +577,7 @@ class TaskLockEventAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
         shown = ""
         if event.task_id:
             shown = task_id(event.task_id)
-        known = lines(shown, words.process(event.host, event.pid))
+        known = lines(shown, words.process(event))
         if not known:
             return SafeString("-")
         return known
@@ -612,11 +605,11 @@ def sorting(
 
 
 def explain(name: str) -> dict[str, Any]:
-    """Return what is known of a lock or a task, or why nothing is."""
+    """Return what is known of a lock or a task, or why nothing is, below its name as the title."""
     known, unknown = attempt(why, name, otherwise=None)
     if known is None:
-        return {"unknown": unknown}
-    return {"known": known, "facts": facts(known)}
+        return {"title": name, "unknown": unknown}
+    return {"title": name, "known": known, "facts": facts(known)}
 
 
 def window_form(request: HttpRequest, now: datetime, span: str = "") -> dict[str, Any]:

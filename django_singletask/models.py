@@ -51,18 +51,6 @@ WAS_WAITING = ":was_waiting"
 """The end of ``ref`` for calls that gave up, and that their holder has counted as waiting."""
 
 
-def hold_end(
-    outcome: str, ended_at: datetime | None, noticed_at: datetime | None
-) -> datetime | None:
-    """Return when a hold with this outcome ended, from two columns of its row."""
-    if outcome == "cleared" and ended_at and noticed_at:
-        # The run went on without its lock, or what was cleared is the lock that it had kept.
-        return min(ended_at, noticed_at)
-    if ended_at is None:
-        return noticed_at
-    return ended_at
-
-
 def is_over(row: TaskLockEvent) -> bool:
     """Return whether the first lease of a hold has ended, which its process should have renewed.
 
@@ -204,7 +192,12 @@ class TaskLockEvent(models.Model):
             return lease_end
         if not self.outcome:
             return None
-        return hold_end(self.outcome, self.ended_at, self.noticed_at)
+        if self.outcome == "cleared" and self.ended_at and self.noticed_at:
+            # The run went on without its lock, or what was cleared is the lock that it had kept.
+            return min(self.ended_at, self.noticed_at)
+        if self.ended_at is None:
+            return self.noticed_at
+        return self.ended_at
 
     @property
     def outlived_fixed_lease(self) -> bool:

@@ -16,7 +16,7 @@ from tests.entries import key_of
 __all__ = ["before_now", "keep_history_in", "new", "ran", "row", "save", "skipped"]
 
 RESULTS = {
-    **dict.fromkeys(["requeue", "redelivery"], "waiting"),
+    **dict.fromkeys(["requeue", "redelivery", "retry"], "waiting"),
     **dict.fromkeys(["raise", "wait"], "failed"),
 }
 """What became of calls with another reason than to be skipped."""

@@ -36,8 +36,8 @@ def table(
     rows: Iterable[Sequence[str]],
     *,
     name: int,
-    right: Collection[int] = (),
-    spare: int = -1,
+    right: Collection[int],
+    spare: int | None = None,
 ) -> Iterator[str]:
     """Lay out rows below their heads, and yield the lines; without rows there are none.
 
@@ -157,12 +157,11 @@ def cut(text: str, width: int, differs_at: int = 0) -> str:
 
 def lock_table(locks: Iterable[HeldLock]) -> Iterator[str]:
     heads = ("STATE", "LOCK", "HELD FOR", "LEASE", "CONFLICTS", "HOLDER")
-    states = {state: str(word) for state, word in words.STATES.items()}
-    rows = (_lock_cells(lock, states[lock.state]) for lock in locks)
-    return table(heads, rows, name=1, right=(2, 3, 4), spare=3)
+    return table(heads, map(_lock_cells, locks), name=1, right=(2, 3, 4), spare=3)
 
 
-def _lock_cells(lock: HeldLock, state: str) -> tuple[str, ...]:
+def _lock_cells(lock: HeldLock) -> tuple[str, ...]:
+    state = lock.word
     if lock.share:
         state += f" ({lock.share})"
     lease = words.duration(lock.remaining)

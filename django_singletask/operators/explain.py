@@ -234,7 +234,8 @@ def _note_rows(known: Why, rows: list[TaskLockEvent]) -> None:
     known.completed = _last_completed(rows)
     if len(rows) == NEWEST:  # there may be older rows, which were not read
         known.within = min(DAY, ago(rows[-1].end))
-    met = [row for row in rows if row.is_counted]
+    # A retry that met its own earlier try is no other call.
+    met = [row for row in rows if row.is_counted and row.reason != "retry"]
     known.conflict = next(iter(met), None)
     for row in met:
         if ago(row.end) > known.within:
@@ -290,18 +291,16 @@ def facts(why: Why) -> Iterator[Fact]:
         yield Fact("forget", _clear_command(lock), is_command=True)
     for lock in why.expired:
         yield Fact("expired", _named(why, lock, _tell_state(lock)))
-    if why.no_history:
-        yield Fact("history", why.no_history)
+    yield Fact("history", why.no_history)
 
 
 def _tell_run(run: TaskLockEvent) -> str:
     """Say what became of the run, or the call, whose id was asked for."""
-    when = run.end
+    text = f"{run.holder()}: {words.word(run)} "
     if run.is_counted:
-        when = run.at
-    text = f"{run.holder()}: {words.word(run)} {_when(when)}"
-    if run.is_counted:
-        text += f", {words.reason(run)}"
+        text += f"{_when(run.at)}, {words.reason(run)}"
+    else:
+        text += _when(run.end)
     if run.blocked_by_task_id:
         text += f", blocked by {run.blocked_by_task_id}"
     return text
@@ -423,7 +422,8 @@ def _tell_conflicts(why: Why) -> str:
     if why.key and why.held:
         text = _tell_met(why.held)
     else:
-        text = _tell_lately(why)
+        met = why.conflicts + Counter(duplicate=why.duplicates)
+        text = f"{_by_result(met)} in the last {duration(why.within)}"
     if why.conflict:
         text += f"; the last {_ago(why.conflict.end)}"
         if why.free and why.conflict.blocked_by_task_id:
@@ -440,12 +440,6 @@ def _tell_met(held: list[HeldLock]) -> str:
     if not met:
         return "none during this hold"
     return f"{met.total()} during this hold: {_by_result(met)}"
-
-
-def _tell_lately(why: Why) -> str:
-    """Say what became of the calls that found a lock held."""
-    met = why.conflicts + Counter(duplicate=why.duplicates)
-    return f"{_by_result(met)} in the last {duration(why.within)}"
 
 
 def _by_result(met: Counter[str]) -> str:

@@ -257,11 +257,8 @@ def add_states(locks: list[HeldLock], hungry: Sequence[Starving] | None = None) 
     for lock in held:
         if lock.name in starved:
             lock.state = "starving"
-    if conf.history != "off":
-        _find_slow(held)
-    locks.sort(key=attrgetter("name"))
-    locks.sort(key=attrgetter("held_for"), reverse=True)
-    locks.sort(key=lambda lock: RANKS.get(lock.state, NO_RANK))
+    _find_slow(held)
+    locks.sort(key=lambda lock: (RANKS.get(lock.state, NO_RANK), -lock.held_for, lock.name))
     return locks
 
 
@@ -305,7 +302,8 @@ def add_conflicts(locks: list[HeldLock]) -> list[HeldLock]:
     try:
         with reading():
             tokens = [lock.token for lock in locks]
-            rows = TaskLockEvent.objects.values_list("blocked_by", "ref", "kind", "result", "count")
+            others = TaskLockEvent.objects.exclude(reason="retry")  # that is the holder's own call
+            rows = others.values_list("blocked_by", "ref", "kind", "result", "count")
             for token, ref, kind, result, count in rows.calls_blocked_by(tokens):  # type: ignore[attr-defined]
                 if kind == "duplicate":
                     met[token][kind] += count
@@ -421,9 +419,8 @@ def read(keys: Iterable[str] | None = None) -> list[HeldLock]:
         lock = HeldLock(**facts, key=key, state="held", remaining=entry.remaining)
         lock.state = _state(lock, stopped)
         locks.append(lock)
-    with_slots = [lock for lock in locks if lock.slots > 1]
-    holders = Counter(lock.lock_key for lock in with_slots)
-    for lock in with_slots:
+    holders = Counter(lock.lock_key for lock in locks)
+    for lock in locks:
         lock.slots_held = holders[lock.lock_key]
     return locks
 

@@ -157,14 +157,14 @@ class Selector:
             lock.token,
             lock.task_id,
             lock.host,
-            process(lock.host, lock.pid),
+            process(lock),
             lock.key,
             lock.lock_key,
         )
 
     def fits(self, name: str, task: str | None, *others: str | None) -> bool:
         """Say whether one of these texts is meant. One that is missing is not compared."""
-        if not self.text.strip("…"):  # all is cut out
+        if not self.text.strip("…"):  # an empty text, or all is cut out
             return False
         if task in self.tasks or name == self.name:
             return True
@@ -172,7 +172,7 @@ class Selector:
         if task:
             texts += [task, last_part(task)]
         if self.text in texts:
-            return bool(self.text)  # an empty text means nothing
+            return True
         if not self.is_pattern:
             return False
         return any(self._pattern.match(text) for text in texts if text)

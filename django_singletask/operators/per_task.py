@@ -105,20 +105,15 @@ def per_task(rows: TaskLockEventQuerySet, window: Window, now: datetime) -> list
 
     A task that holds a lock now is among them. The locks without a task are one task, "".
     """
-    tasks: dict[str, TaskFigures] = {}
-
-    def figures_of(task: str) -> TaskFigures:
-        if task not in tasks:
-            tasks[task] = TaskFigures()
-            tasks[task].now["task"] = task
-        return tasks[task]
-
+    tasks: defaultdict[str, TaskFigures] = defaultdict(TaskFigures)
     start_before = window.before().start
     for total in rows.totals_by_task(start_before, window.start, window.until):
-        figures_of(total["task"]).add(total)
+        tasks[total["task"]].add(total)
     holds = [row for row in rows.open()[:OPEN] if row.is_hold]
     judge(holds)
     is_current = window.end == now
     for hold in holds:
-        figures_of(hold.task).add_open(hold.state, is_current)
+        tasks[hold.task].add_open(hold.state, is_current)
+    for task, figures in tasks.items():
+        figures.now["task"] = task
     return list(tasks.values())

@@ -91,8 +91,7 @@ def _find(
         parts += some_parts
         if not complete:
             is_whole = False
-    is_known = bool(selector.recorded_keys or selector.tasks)
-    if is_known or any(part.exists() for part in parts):
+    if selector.recorded_keys or selector.tasks or any(part.exists() for part in parts):
         return parts, is_whole
     return _scan(rows, selector, what, window, limit)
 
@@ -126,7 +125,7 @@ def _scan(
 
 
 def _is_row_of(selector: Selector, row: Any) -> bool:
-    texts = (row.task_id, row.ref, row.key, row.host, process(row.host, row.pid))
+    texts = (row.task_id, row.ref, row.key, row.host, process(row))
     return selector.fits(row.name, row.task, *texts)
 
 

@@ -15,6 +15,7 @@ from django_singletask.operators.names import Selector
 HOUR = 3600.0
 OTHER_REASONS = {
     "redelivery",  # a message came twice and met its own first run: there is no other call
+    "retry",  # it met its own earlier try
     "kept",  # with unique_until="expiry", the call was stopped by one that has begun, as is meant
 }
 """Reasons of calls that came to nothing although their lock does not starve."""

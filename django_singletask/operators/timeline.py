@@ -85,7 +85,7 @@ class Drawn:
             texts.append(_("blocked by {}").format(blocker))
         if event.task_id:
             texts.append(_("task {}").format(event.task_id))
-        texts.append(words.process(event.host, event.pid))
+        texts.append(words.process(event))
         return ", ".join(filter(None, texts))
 
     @property
@@ -140,10 +140,9 @@ def draw(
         chosen.append(event)  # by_name() takes each row once
     locks = by_name(chosen)
     # A lock is as important as its most important event.
-    ranks = {lock: max(map(rank, events)) for lock, events in locks.items()}
-    most_important = sorted(ranks, key=ranks.__getitem__, reverse=True)[:LANES]
+    by_rank = sorted(locks, key=lambda lock: max(map(rank, locks[lock])), reverse=True)
     lanes = {}
-    for lock in sorted(most_important):
+    for lock in sorted(by_rank[:LANES]):
         lanes[lock] = [draw_event(row, window, now) for row in locks[lock]]
     drawn = [each for lane in lanes.values() for each in lane]
     return {

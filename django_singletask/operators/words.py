@@ -7,7 +7,6 @@ import re
 import shlex
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from datetime import UTC, datetime
 from itertools import pairwise
 from typing import Any
@@ -168,17 +167,18 @@ def to_utc(at: datetime) -> datetime:
     return at.astimezone(UTC)
 
 
-def process(host: str, pid: int) -> str:
-    """Name a process, as in ``web-1:8121``; empty if it is not known, or there is none."""
-    if host and pid:
-        return f"{host}:{pid}"
+def process(run: Holder | TaskLockEvent) -> str:
+    """Name the process of a run, as in ``web-1:8121``; empty if it has none, or none is known."""
+    if run.host and run.pid:
+        return f"{run.host}:{run.pid}"
     return ""
 
 
 def place(run: Holder | TaskLockEvent, unknown: str = "-") -> str:
     """Name the process of a run, or else its host."""
-    if run.host and run.pid:
-        return process(run.host, run.pid)
+    name = process(run)
+    if name:
+        return name
     if run.host:
         return run.host
     return unknown
@@ -205,11 +205,11 @@ def app_module() -> str:
     app = app_or_default()
     modules = []
     for name, module in sys.modules.copy().items():
+        if name == "__main__":
+            continue  # no other process can import it
         names = getattr(module, "__dict__", {})
         if any(names.get(each) is app for each in CELERY_APPS):
             modules.append(name)
-    with suppress(ValueError):
-        modules.remove("__main__")  # no other process can import it
     return min(modules, key=len, default="<app>")
 
 

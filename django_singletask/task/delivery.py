@@ -434,7 +434,9 @@ class Delivery:
             holder.is_run_of(request.parent_id) for holder in self.lease.others
         )
         # A retry that was sent by a body has more retries: it is not a redelivery.
-        if replaces or (is_own and blocker.retries < request.retries):
+        if is_own and blocker.retries < request.retries:
+            raise self.postpone("retry", SHORT_HOP)
+        if replaces:
             raise self.postpone("redelivery", SHORT_HOP)
         # The run is alive, or its body has ended in another way than by returning: then the
         # message comes again because its work is not done, and waits for the rest of lock_at_least.
@@ -559,7 +561,7 @@ class Delivery:
             raise
         except Exception as error:
             logger.exception("Task %s could not be postponed.", request.id)
-            if reason != "redelivery" and not task.acks_late:
+            if reason not in ("redelivery", "retry") and not task.acks_late:
                 raise  # the broker may not have the message any more
             # The task has not failed: return the message to the broker.
             raise Reject(error, requeue=True) from error

@@ -17,7 +17,8 @@ register = template.Library()
 register.filter(duration)
 register.filter(hold_time)
 register.filter(place)
-register.filter("moment", partial(clock_time, dated=True))
+moment = partial(clock_time, dated=True)
+register.filter("moment", moment)
 
 
 @register.filter

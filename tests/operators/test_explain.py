@@ -310,6 +310,18 @@ def test_lock_that_a_run_kept_can_be_freed_but_not_stopped():
     assert facts()["free"] == "manage.py locks clear 9ab2"
 
 
+def test_retry_that_waits_for_its_own_kept_lock_is_no_other_call():
+    hold(pid=0, kept=True, timeout=300, left=100)
+    skipped(5, name=NAME, key=KEY, task=TASK, blocked_by="9ab2", reason="retry")
+    assert facts()["conflicts"] == "none during this hold"
+    assert (why().held[0]["waiting"], why().conflict) == (0, None)
+    assert "  waiting: retry  " in locks("history")
+    # Negative control.
+    skipped(5, name=NAME, key=KEY, task=TASK, blocked_by="9ab2", reason="requeue")
+    assert facts()["conflicts"] == "1 during this hold: 1 waiting; the last 5s ago"
+    assert why().held[0]["waiting"] == 1
+
+
 def test_trouble_of_the_past_is_told_while_the_lock_is_held():
     hold(ago=5)
     facts_of = {"name": NAME, "key": KEY, "task": TASK, "task_id": "y", "host": "web-2", "pid": 8}

@@ -65,6 +65,13 @@ def test_name_that_is_cut_selects_its_lock(alike):
         assert len(names_of(locks(name))) == 1
 
 
+def test_locks_that_starve_fit_eighty_columns():
+    skipped(8000, 60, name="x" * 255)
+    head, line = locks("--starving").splitlines()
+    assert "  COMPLETED" in head
+    assert len(line) <= 80
+
+
 def test_modules_are_cut_first_and_then_the_lease():
     call = "import_feed(number=1, kind='daily')"
     hold(name=f"a.package.of.tasks.{call}", token="1")

@@ -6,6 +6,7 @@ from datetime import UTC, datetime
 import pytest
 from django.utils.timezone import override
 
+from django_singletask.models import TaskLockEvent
 from django_singletask.operators import words
 
 
@@ -84,7 +85,7 @@ def test_time_can_carry_its_zone(zone, text):
     ("host", "pid", "text"), [("web-1", 7, "web-1:7"), ("web-1", 0, ""), ("", 7, "")]
 )
 def test_process_is_named_if_it_is_known(host, pid, text):
-    assert words.process(host, pid) == text
+    assert words.process(TaskLockEvent(host=host, pid=pid)) == text
 
 
 def test_plural():

@@ -118,7 +118,7 @@ OPTIONS = defaults("Options of a task, and their defaults")
 SETTINGS = defaults("Settings, and their defaults")
 [STATES] = [line.removeprefix("states: ").split(", ") for line in part("Codes") if "states" in line]
 [POLICIES] = re.findall(r"^on_conflict: .* one of (.*)$", SURFACE, re.MULTILINE)
-CONFLICTS = {*ast.literal_eval(POLICIES), "redelivery", "superseded", "outage"}
+CONFLICTS = {*ast.literal_eval(POLICIES), "redelivery", "retry", "superseded", "outage"}
 
 
 @pytest.mark.parametrize(

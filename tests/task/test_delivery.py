@@ -88,6 +88,7 @@ def test_a_retry_that_meets_its_earlier_run_is_postponed_for_a_moment(sent):
     assert sent[0]["countdown"] <= 0.05
     assert "redelivered" not in header_of(sent[0])
     assert sent[0]["retries"] == 1
+    assert TaskLockEvent.objects.get(kind="conflict").reason == "retry"
 
 
 def test_the_first_link_of_a_replacement_is_postponed(sent):

@@ -101,8 +101,8 @@ def usage_exit(status: int = 0, message: str | None = None) -> NoReturn:
     if message:
         sys.stderr.write(message)
     if status:
-        sys.exit(UNKNOWN)
-    sys.exit(0)
+        status = UNKNOWN
+    sys.exit(status)
 
 
 def add_list_options(parser: Options) -> None:
@@ -289,9 +289,9 @@ class Command(BaseCommand):
             text = str(error)
             if not self.typed_action:
                 text += f" The actions are {', '.join(ACTIONS)}."
-            raise CommandError(text, returncode=UNKNOWN) from error
+            raise wrong(text) from error
         except (*EXPLAINED, LockUnavailable, RuntimeError) as error:
-            raise CommandError(clean(cannot_ask(error)), returncode=UNKNOWN) from error
+            raise wrong(clean(cannot_ask(error))) from error
         except KeyboardInterrupt as error:
             text = "Interrupted. What is done is done: run the command again to continue."
             raise CommandError(text) from error
@@ -306,24 +306,19 @@ class Command(BaseCommand):
         what = "lock"
         if selectors:
             what = "matching lock"
-        none = f"No {what} is held."
-        lines = output.lock_table(locks)
-        if options["starving"]:
-            none = f"No {what} starves."
-            lines = output.starving_table(hungry)
         known = {"states": held.count_states(locks), "starving": hungry, "locks": locks}
-        is_table_of_locks = True
-        if options["json"] or options["starving"]:
-            is_table_of_locks = False
-        if locks and is_table_of_locks:
-            self.stdout.write(held.summary(locks))
-        self.show(known, lines, none)
-        if hungry and is_table_of_locks:
-            verb = "starve"
-            if len(hungry) == 1:
-                verb = "starves"
-            number = plural(len(hungry), "lock")
-            self.stdout.write(f"{number} {verb}: manage.py locks --starving names them.")
+        if options["json"] or options["starving"]:  # the JSON has both tables
+            self.show(known, output.starving_table(hungry), f"No {what} starves.")
+        else:
+            if locks:
+                self.stdout.write(held.summary(locks))
+            self.show(known, output.lock_table(locks), f"No {what} is held.")
+            if hungry:
+                verb = "starve"
+                if len(hungry) == 1:
+                    verb = "starves"
+                number = plural(len(hungry), "lock")
+                self.stdout.write(f"{number} {verb}: manage.py locks --starving names them.")
         alarms = [*held_alarms(locks, options), *starving_alarms(selectors, options)]
         if alarms:
             raise Alarm(" ".join(alarms), returncode=2)
@@ -369,10 +364,11 @@ class Command(BaseCommand):
         if since and until and since >= until:
             raise wrong("--until must be later than --since.")
         selectors = [*map(Selector, options["names"])]
-        narrowed = {name: options[name] for name in ("what", "since", "until", "limit")}
-        rows, complete = find(selectors, **narrowed)
-        held.must_be_known(selectors)
         limit = options["limit"]
+        rows, complete = find(
+            selectors, limit=limit, what=options["what"], since=since, until=until
+        )
+        held.must_be_known(selectors)
         if len(rows) == limit:
             if not self.prints_json:
                 self.stderr.write(f"No more than {plural(limit, 'row')}: see --limit.")
@@ -538,7 +534,8 @@ def choose(options: dict[str, Any]) -> tuple[list[HeldLock], str]:
         if not (selector.is_pattern or any(map(selector.selects, chosen))):
             missing.append(selector.text)
     if options["queued"] and (missing or not chosen):
-        must_list()
+        # The history does not know the queued calls: a cache that cannot list them raises an error.
+        next(get_store(conf.cache).entries(), None)
     nothing = not_there(missing, {lock.state for lock in locks}, options)
     if missing:
         raise CommandError(clean(nothing))
@@ -554,11 +551,6 @@ def refuse_two_meanings(selector: Selector, locks: Sequence[HeldLock]) -> None:
     by_name = [lock.name for lock in locks if selector.fits(lock.name, lock.task)]
     if by_host and by_name:
         raise SeveralMeant(selector.text, [f"the host {selector.text}", *by_name])
-
-
-def must_list() -> None:
-    """Raise an error if the cache cannot list the queued calls, since the history cannot either."""
-    next(get_store(conf.cache).entries(), None)
 
 
 def confirm(locks: Sequence[HeldLock], options: dict[str, Any]) -> None:
