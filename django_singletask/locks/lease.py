@@ -48,6 +48,7 @@ from celery.exceptions import Ignore, Reject, Retry
 
 from django_singletask import clock, threads
 from django_singletask.arguments import check_seconds
+from django_singletask.conf import conf
 from django_singletask.exceptions import LockConflict, LockError, LockLost, LockUnavailable
 from django_singletask.holder import Holder, without_process
 from django_singletask.locks import liveness
@@ -146,12 +147,12 @@ def result_of(error: BaseException) -> str:
 class Lease:
     """One acquisition of the lock ``ref`` by this process.
 
-    ``length`` is the lease in seconds. If ``renews`` is true, the thread in
-    :mod:`django_singletask.locks.renewal` extends it at about each third of that. A body that
-    began keeps the entry until ``at_least`` seconds after its begin, however it ends. ``held`` is
-    true from the take until the release. If the lock has several slots, the take moves ``key`` to
-    the slot that it took, or after a conflict to the slot of the blocker. Without ``slots`` it has
-    one.
+    ``length`` is the lease in seconds (None: that of the settings). If ``renews`` is true, the
+    thread in :mod:`django_singletask.locks.renewal` extends it at about each third of that. A body
+    that began keeps the entry until ``at_least`` seconds after its begin, however it ends. ``held``
+    is true from the take until the release. If the lock has several slots, the take moves ``key``
+    to the slot that it took, or after a conflict to the slot of the blocker. Without ``slots`` it
+    has one.
 
     The state of an acquisition is here; a :class:`TaskLock` or a delivery has the lease that it
     uses now.
@@ -224,7 +225,9 @@ class Lease:
     """The token of the holder with which the call was last reported as waiting; of a message that
     was postponed, by an earlier delivery."""
 
-    def __init__(self, ref: LockRef, length: float, slots: Slots | None = None) -> None:
+    def __init__(self, ref: LockRef, length: float | None, slots: Slots | None = None) -> None:
+        if length is None:
+            length = conf.lock_timeout
         self.ref = ref
         self.cache = ref.cache
         self.key = ref.key

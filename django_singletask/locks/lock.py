@@ -246,16 +246,13 @@ class TaskLock:
             raise
 
     def _new_lease(self, origin: Origin, in_block: bool) -> Lease:
-        length = self.timeout
-        if length is None:
-            length = conf.lock_timeout
         slots = None
         if self.slots > 1:
             # A body may take slots in several threads or asyncio tasks, so its task id is no mark
             # of an earlier delivery.
             keys = self._lock_key.slots(self.slots)
             slots = Slots(keys, self.slots)
-        lease = Lease(self._wanted(), length, slots)
+        lease = Lease(self._wanted(), self.timeout, slots)
         lease.renews = self.renew
         lease.at_least = self.at_least
         lease.origin = origin

@@ -292,10 +292,7 @@ class Delivery:
                 read = MAX_SLOTS
             keys = self.key.slots(read)
             slots = Slots(keys, options.lock_slots, mark_of(self.ref.task_id))
-        length = options.lock_timeout
-        if length is None:
-            length = conf.lock_timeout
-        lease = Lease(self.ref, length, slots)
+        lease = Lease(self.ref, options.lock_timeout, slots)
         lease.renews = options.lock_renew
         lease.at_least = options.lock_at_least
         lease.origin = here()

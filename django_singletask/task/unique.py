@@ -309,10 +309,7 @@ class QueuedCall:
 
     def _hold(self) -> None:
         """Let the entry be a lease of this process until the run has finished."""
-        length = self.options.lock_timeout
-        if length is None:
-            length = conf.lock_timeout
-        lease = Lease(self.ref, length)
+        lease = Lease(self.ref, self.options.lock_timeout)
         lease.at_least = self.options.lock_at_least
         lease.in_block = True
         self.running = lease  # before the requests: a signal may come after them
