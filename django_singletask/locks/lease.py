@@ -165,8 +165,8 @@ class Lease:
     """Until when this process trusts the lease; this and the next times are those of the clock."""
     renewed_at = 0.0
     taken_at = 0.0
-    began_at: float | None = None
-    """When the body began; None before that, and without ``at_least``."""
+    began_at = -math.inf
+    """When the body began; before that, infinitely long ago."""
     longest_gap = 0.0
     retaken = 0
     """How often the cache forgot the entry and it was set again."""
@@ -595,14 +595,14 @@ class Lease:
     def leave_body(self, error: BaseException | None = None, result: str = "") -> None:
         """Leave the entry at the end of a body, if it is held; log that the cache cannot be asked.
 
-        ``error`` has ended the body; ``result`` replaces its word for the history.
+        ``error`` has ended the body; ``result`` is another end of it, for the history.
         """
         if not self.held and not self.was_handed_over:
             return
-        if error is not None and not result:
+        if error is not None:
             result = result_of(error)
             if isinstance(error, Retry) and error.is_eager:  # type: ignore[attr-defined]
-                self.began_at = None  # apply() runs the next try here, now: nobody could wait
+                self.at_least = 0  # apply() runs the next try here, now: nobody could wait
         has_returned = not result
         if has_returned:
             result = "returned"
@@ -639,11 +639,9 @@ class Lease:
         ``result`` is the end of the body for the history. If this raises, the entry is owed.
         """
         # What was postponed, skipped or superseded has not begun.
-        if self.began_at is None or result == "terminated":
-            return self.leave_to(b"", 0.0, result=result)
         kept_until = self.began_at + self.at_least
         is_kept = clock.now() < min(kept_until, self.deadline) and not self._lost
-        if not is_kept or self.is_inherited():
+        if not is_kept or result == "terminated" or self.is_inherited():
             return self.leave_to(b"", 0.0, result=result)
         self.kept = True
         kept = without_process(self.holder, self.at_least, kept=True, returned=has_returned)

@@ -204,8 +204,7 @@ class TaskLock:
             if in_block:
                 lease.enter()
             # Last, so that whatever ends the take before this keeps nothing.
-            if lease.at_least:
-                lease.began_at = clock.now()
+            lease.began_at = clock.now()
             return True
         except BaseException as error:  # Python does not call __exit__
             self._stop(origin, error)
@@ -232,8 +231,7 @@ class TaskLock:
             self.key = lease.key
             if in_block:
                 lease.enter()
-            if lease.at_least:
-                lease.began_at = clock.now()
+            lease.began_at = clock.now()
             return True
         except BaseException as error:
             if attempts is None:

@@ -399,7 +399,7 @@ class SingletonTask(Attributes, DjangoTask):  # type: ignore[type-arg] # it is n
         if self.request.is_eager and lease is not None:
             is_own = lease.ref.is_delivery and lease.ref.task_id == self.request.id
             if is_own:
-                lease.began_at = None  # nobody could wait for the rest of lock_at_least
+                lease.at_least = 0  # nobody could wait for the rest of it
                 lease.leave_body(result="ignored")
         return super().on_replace(sig)
 

@@ -400,9 +400,8 @@ class Delivery:
             self.queued_call.start()
         if self.task.stores_started:
             store_started(self.task, self.request)
-        if self.options.lock_at_least:
-            # Last, so that whatever keeps the body away keeps no lock.
-            self.lease.began_at = clock.now()
+        # Last, so that whatever keeps the body away keeps no lock.
+        self.lease.began_at = clock.now()
         try:
             self.result = self.body(*self.args, **self.kwargs)
         except BaseException as error:
@@ -415,7 +414,7 @@ class Delivery:
             if self.again:
                 note(self.key, self.request.id, DONE)
         if isinstance(self.result, Retry) and self.result.is_eager:  # type: ignore[attr-defined]
-            self.lease.began_at = None  # of retry(throw=False); see Lease.leave_body()
+            self.lease.at_least = 0  # of retry(throw=False); see Lease.leave_body()
         return self.result
 
     # A message that meets its own earlier run; see task/__init__.py
