@@ -602,7 +602,7 @@ class Delivery:
     def _is_superseded(self) -> bool:
         """Return whether a later call replaces this one (``on_duplicate="replace"``)."""
         ticket = self.header.ticket
-        if not ticket or not gives_way(self.ref, self.task.name, ticket):
+        if not ticket or not gives_way(self.ref, ticket):
             return False
         if not self.header.hops:  # otherwise its conflict was already reported
             logger.info("%s: a later call replaces task %s.", self.ref, self.header.id)

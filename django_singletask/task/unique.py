@@ -164,7 +164,7 @@ class QueuedCall:
         if self.ticket and result is not None and is_in_time:
             # Let this call, which is now published, replace the calls before it. One that others
             # wait for counts as received: no call replaces it, and its worker notes nothing.
-            gives_way(self.lock, self.ref.task or "", self.ticket, is_sent=not awaited)
+            gives_way(self.lock, self.ticket, is_sent=not awaited)
         return result
 
     def _start_in_time(self, header: Header, message: dict[str, Any]) -> None:
@@ -204,8 +204,7 @@ class QueuedCall:
                 blocker = None
             if self.options.on_duplicate != "replace":
                 return blocker
-            task = self.ref.task or ""
-            state = take_number(self.lock, task, header, self.options.unique_for)
+            state = take_number(self.lock, header, self.options.unique_for)
             if state is not None:
                 self.ticket = [state.epoch, state.taken]
                 self.series_end = state.end
