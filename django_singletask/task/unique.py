@@ -360,22 +360,10 @@ class QueuedCall:
             if self.running is not None and self.running.held:
                 self.running.leave_to(self.value, self.again_until)
                 self.is_there = False
-            elif self.is_there:
-                self._prolong()
+            elif self.is_there:  # the call has not begun
+                self._leave(self.value, self.again_until)
         except LockUnavailable:
             logger.exception("%s: duplicates of the next try are not stopped.", self.ref)
-
-    def _prolong(self) -> None:
-        """Let the entry of a call that has not begun last until its next try."""
-        key = self.ref.key
-        until = self.again_until
-        try:
-            self.is_there = False
-            get_store(self.ref.cache).release(key, self.value, self.value, until)
-        except BaseException:
-            length = self.holder.timeout
-            renewers[self.ref.cache].owe((key,), self.value, length, self.value, until)
-            raise
 
     # In either
 
@@ -392,16 +380,19 @@ class QueuedCall:
         self._remove()
 
     def _remove(self) -> None:
-        if not self.is_there:
-            return
         try:
-            get_store(self.ref.cache).release(self.ref.key, self.value)
-            self.is_there = False
+            if self.is_there:
+                self._leave()
         except LockUnavailable:
-            self._owe()
             logger.exception("%s could not be released; trying again.", self.ref)
+
+    def _leave(self, new: bytes = b"", until: float = 0.0) -> None:
+        """Free the entry, or replace it by ``new`` until then; if this raises, that is owed."""
+        try:
+            self.is_there = False
+            get_store(self.ref.cache).release(self.ref.key, self.value, new, until)
         except BaseException:
-            self._owe()
+            owe(self.ref, self.value, new, until)
             raise
 
     def _owe(self) -> None:
@@ -410,9 +401,9 @@ class QueuedCall:
         owe(self.ref, self.value)
 
 
-def owe(ref: LockRef, value: bytes) -> None:
-    """Free the entry of a queued call in the background."""
-    renewers[ref.cache].owe((ref.key,), value, Holder.decode(value).timeout)
+def owe(ref: LockRef, value: bytes, new: bytes = b"", until: float = 0.0) -> None:
+    """Do in the background what :meth:`QueuedCall._leave` does."""
+    renewers[ref.cache].owe((ref.key,), value, Holder.decode(value).timeout, new, until)
 
 
 def discard(headers: Any, task_id: str | None, task: str) -> None:
