@@ -766,9 +766,13 @@ def start_of(pid: int) -> str:
     return process.start_time(pid)
 
 
+AS_SHOWN = parameters.Parameters(inspect.signature(lambda **arguments: None))
+"""The parameters of any task, without defaults, for arguments as the name of a lock shows them."""
+
+
 def call_lock(task: str, **arguments: Any) -> tuple[str, str]:
     """Return the name and the key of the lock of a call, whose task no project need have."""
-    return keys.call_key(task, parameters.AS_SHOWN, (), arguments)
+    return keys.call_key(task, AS_SHOWN, (), arguments)
 
 
 def held_now(*typed: str) -> list[Any]:

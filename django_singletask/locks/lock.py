@@ -71,6 +71,7 @@ class TaskLock:
     Each question to the cache is one request, and can raise :class:`LockUnavailable`.
     """
 
+    _lock_key: LockKey
     _lease: Lease | None = None
     """The last acquisition."""
     _ref: LockRef | None = None
@@ -90,10 +91,16 @@ class TaskLock:
         slots: int = 1,
         at_least: float = 0,
     ) -> None:
-        self._lock_key = name if isinstance(name, LockKey) else name_key(name)
-        if isinstance(name, str) and UNFILLED.search(name):
-            text = "TaskLock(%r) has an unfilled field: all values share one lock. Use an f-string."
-            warn_once(text, name)
+        if isinstance(name, LockKey):
+            self._lock_key = name
+        else:
+            self._lock_key = name_key(name)
+            if UNFILLED.search(name):
+                warn_once(
+                    "TaskLock(%r) has an unfilled field: all values share one lock. "
+                    "Use an f-string.",
+                    name,
+                )
         self.name, self.key = self._lock_key
         self.timeout = timeout
         self.cache = cache
@@ -101,11 +108,11 @@ class TaskLock:
         self.at_least = at_least
         if type(slots) is not int or slots != 1:
             check_slots("slots", slots)
-        if timeout is not None:
-            check_seconds("timeout", timeout)
         if renew is not True:
             check_choice("renew", renew, (True, False))
-        if timeout is None and not renew:
+        if timeout is not None:
+            check_seconds("timeout", timeout)
+        elif not renew:
             raise TypeError("renew=False needs a timeout, a lease longer than any run.")
         if wait != 0:
             check_seconds("wait", wait, zero=True, infinite=True)

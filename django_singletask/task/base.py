@@ -75,7 +75,7 @@ def check_definition(cls: type, base: type) -> None:
     LockOptions.check_class(cls, f"of {what}")
     run = own.get("run")
     if run is not None:
-        refuse_deferred(inspect.unwrap(getattr(run, "__func__", run)), f"{what}")
+        refuse_deferred(inspect.unwrap(getattr(run, "__func__", run)), what)
     if callable(cls.Strategy):  # type: ignore[attr-defined] # Celery's is a path
         raise TypeError(
             f"{what} has a Strategy of its own, as with celery-batches: its body gets messages "
