@@ -201,6 +201,16 @@ class Lease:
     task_lock: Callable[[], Any] | None = None
     """A weak reference to the :class:`TaskLock` that shows this lease to users."""
 
+    # While the call waits
+    wait: float = 0
+    """How many seconds a take waits at most."""
+    until = 0.0
+    """Until when it waits, by the clock."""
+    pause = 0.0
+    """The last pause in seconds, before chance shortened it."""
+    held_back = 0
+    """How often in a row it waited because the cache had just forgotten its locks."""
+
     # After a conflict
     blocker: Holder | None = None
     """The other holder that was met last, until the entry is taken."""
@@ -275,7 +285,7 @@ class Lease:
     # its begin would hide those that fail. ``was_waiting`` of its last event says whether this
     # holder has counted it as waiting, so that only such a call is subtracted from those that wait.
 
-    def take(self, wait: float = 0.0) -> Holder | None:
+    def take(self) -> Holder | None:
         """Take the entry, waiting up to ``wait`` seconds; return None, or the holder that has it.
 
         The entry of a dead holder is freed first. Raises :class:`LockUnavailable`. If this raises,
@@ -283,47 +293,39 @@ class Lease:
 
         ``Attempts.take()`` in aio.py is the same loop for asyncio code.
         """
-        until = clock.now() + wait
-        pause = min(POLL, wait / 16)
-        held_back = 0
-        while True:
-            try:
-                blocker = self.attempt(heeds_epoch=held_back < MAX_HELD_BACK)
-            except Forgotten as forgotten:
-                held_back += 1
-                time.sleep(forgotten.args[0])
-                continue
-            if blocker is None or not self.may_wait(wait, until):
-                return blocker
-            held_back = 0
-            left = max(0.0, until - clock.now())
-            time.sleep(min(left, pause * random.uniform(0.5, 1)))
-            pause = min(pause * 1.5, MAX_POLL)
-            self.sign()
+        self.until = clock.now() + self.wait
+        pause = self.attempt()
+        while pause is not None:
+            time.sleep(pause)
+            pause = self.attempt()
+        return self.blocker
 
-    def attempt(self, *, heeds_epoch: bool = True) -> Holder | None:
-        """Try to take the entry now; return None if it is held, otherwise the other holder.
+    def attempt(self) -> float | None:
+        """Try to take the entry now; return the pause before the next attempt in seconds.
 
-        ``heeds_epoch``: raise :class:`Forgotten` if the cache has just forgotten its locks.
+        None: this was the last one. Then the entry is held, or the ``blocker`` has it.
         """
+        if self.blocker is not None:
+            self.sign()  # the last attempt was before a pause
         if self.slots.allowed > 1:
             outer = self._outer_lease()
             if outer is not None:
                 self.move_to(outer.key)
                 self.blocker = outer.holder
                 self.blocker_remaining = max(0.0, outer.deadline - clock.now())
-                return self.blocker
+                return self._next_pause()
         try:
             for retries in range(MAX_RETRIES, -1, -1):
                 store = get_store(self.cache)
                 sent = clock.now()
+                heeds_epoch = self.held_back < MAX_HELD_BACK
                 taken = store.take(self.slots, self.value, self.length, heeds_epoch=heeds_epoch)
                 if not isinstance(taken, str):
                     if self._free_or_note_blocker(taken, may_free=retries > 0):
                         continue
                     if sent >= self.tells_wait_at:
                         self._tell_wait(sent)
-                    return self.blocker
+                    return self._next_pause()
                 if taken != self.key:
                     self.move_to(taken)
                 if self.begin(sent):
@@ -334,8 +336,10 @@ class Lease:
                     f"cache {self.cache!r} answered. Give the lock a longer timeout (lock_timeout "
                     "of a task), or find out why the cache is slow: manage.py locks probe."
                 )
-        except Forgotten:
-            raise
+        except Forgotten as forgotten:  # the cache has just forgotten its locks
+            self.held_back += 1
+            pause: float = forgotten.args[0]
+            return pause
         except BaseException:
             self.owe()
             raise
@@ -425,35 +429,38 @@ class Lease:
                 ends_in = min(ends_in, kept_for)
         return not is_run_itself, proof is None, holder.token != self.waits_behind, ends_in
 
-    def may_wait(self, wait: float, until: float) -> bool:
-        """Return whether to try again after a conflict, until a time by the clock."""
+    def _next_pause(self) -> float | None:
+        """Return the pause after a conflict in seconds; None: do not try again."""
         blocker = self.blocker
         assert blocker is not None
         self.note = ""
         if self.ref.is_delivery and blocker.is_run_of(self.ref.task_id):
-            return False  # an earlier run of the same message
+            return None  # an earlier run of the same message
         own = renewers[self.cache].find(blocker.token, self.key, self.origin)
         if own is not None:
             self.note = BEHIND_ITSELF
-        if wait == 0:
-            return False
+        if self.wait == 0:
+            return None
         # A fixed lease may end before its block does.
-        if own is not None and own.in_block and (own.renews or own.deadline >= until):
+        if own is not None and own.in_block and (own.renews or own.deadline >= self.until):
             self.is_behind_itself = True
-            return False
+            return None
         now = clock.now()
-        if now >= until:
-            self.note_wait(wait)
-            return False
+        if now >= self.until:
+            self.note_wait(self.wait)
+            return None
         if self.waits_since is None:
             self.waits_since = now
-            if wait > LONG_WAIT:
+            if self.wait > LONG_WAIT:
                 self.tells_wait_at = now + LONG_WAIT
-        if own is not None and wait == math.inf and not self.has_warned:
+        if own is not None and self.wait == math.inf and not self.has_warned:
             self.has_warned = True
             text = "Endless wait for %s: %s. Only another thread can release it."
             logger.warning(text, self, self.note)
-        return True
+        self.held_back = 0
+        first = min(POLL, self.wait / 16)
+        self.pause = min(max(first, self.pause * 1.5), MAX_POLL)
+        return min(self.until - now, self.pause * random.uniform(0.5, 1))
 
     def replace(self, value: bytes) -> bool:
         """Replace the bytes ``value`` by those of this lease; return whether the store did so.

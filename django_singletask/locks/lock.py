@@ -196,17 +196,9 @@ class TaskLock:
     def _take(self, wait: float | None, *, in_block: bool) -> bool:
         origin = here()
         try:
-            self._reserve(origin, in_block)
-            received = self._lease
-            if received is not None and received.held:
-                return self._enter_received(received, origin)
-            if wait is None:
-                wait = self.wait
-            else:
-                check_seconds("wait", wait, zero=True, infinite=True)
-            lease = self._new_lease(origin, in_block)
-            if lease.take(wait) is not None:
-                return self._meet_conflict(lease, wait)
+            lease = self._reserve(wait, origin, in_block)
+            if not lease.held and lease.take() is not None:
+                return self._meet_conflict(lease)
             self.key = lease.key
             if in_block:
                 lease.enter()
@@ -221,20 +213,13 @@ class TaskLock:
         origin = here()
         attempts = None
         try:
-            self._reserve(origin, in_block)
-            received = self._lease
-            if received is not None and received.held:
-                return self._enter_received(received, origin)
-            if wait is None:
-                wait = self.wait
-            else:
-                check_seconds("wait", wait, zero=True, infinite=True)
-            lease = self._new_lease(origin, in_block)
-            attempts = Attempts(lease)
-            if await attempts.take(wait) is not None:
-                # The receivers of its event may write into a database.
-                meet_conflict = functools.partial(self._meet_conflict, lease, wait)
-                return await in_thread(lease.cache, meet_conflict, grace=0)
+            lease = self._reserve(wait, origin, in_block)
+            if not lease.held:
+                attempts = Attempts(lease)
+                if await attempts.take() is not None:
+                    # The receivers of its event may write into a database.
+                    meet_conflict = functools.partial(self._meet_conflict, lease)
+                    return await in_thread(lease.cache, meet_conflict, grace=0)
             self.key = lease.key
             if in_block:
                 lease.enter()
@@ -270,7 +255,7 @@ class TaskLock:
         self._lease = lease
         return lease
 
-    def _meet_conflict(self, lease: Lease, wait: float) -> bool:
+    def _meet_conflict(self, lease: Lease) -> bool:
         """Do what the options say about a lock that is held by another holder; return False."""
         must_raise = lease.is_behind_itself
         if lease.in_block:
@@ -280,15 +265,14 @@ class TaskLock:
                 # To skip it would lose the work of the task.
                 must_raise = True
                 lease.note = "an earlier try of this task keeps it (at_least)"
+        policy = "skip"
         if must_raise:
             policy = "raise"
-            if wait:
-                policy = "wait"
+        if lease.wait:
+            policy = "wait"
+        if must_raise:
             lease.report_conflict(policy, "failed")
             raise lease.conflict(self)
-        policy = "skip"
-        if wait:
-            policy = "wait"
         lease.report_conflict(policy, "skipped")
         if not lease.in_block:
             vars(self).pop("_user", None)
@@ -305,7 +289,8 @@ class TaskLock:
     # setdefault() and pop() are atomic between threads. The first caller gets the object, whichever
     # thread makes its first request.
 
-    def _reserve(self, origin: Origin, in_block: bool) -> None:
+    def _reserve(self, wait: float | None, origin: Origin, in_block: bool) -> Lease:
+        """Let the caller use this object; return a lease to take, or that of a received lock."""
         lease = self._lease
         is_free = lease is None or not lease.held
         # What is held, although nothing uses the object, was received: a block may enter it.
@@ -316,6 +301,19 @@ class TaskLock:
                 f"This TaskLock of {self.name} is in use: an object serves one acquisition at a "
                 "time. Create one for each use: with TaskLock(…):"
             )
+        if lease is not None and lease.held:
+            lease.origin = origin
+            lease.in_block = True
+            if not lease.is_inherited():
+                renewers[lease.cache].keep(lease)
+            return lease
+        if wait is None:
+            wait = self.wait
+        else:
+            check_seconds("wait", wait, zero=True, infinite=True)
+        lease = self._new_lease(origin, in_block)
+        lease.wait = wait
+        return lease
 
     def _stop(self, origin: Origin, error: BaseException) -> None:
         """End an acquisition that failed: by a conflict, or by a signal, perhaps after the take."""
@@ -382,15 +380,6 @@ class TaskLock:
             # If it is held, a signal came: nobody gets the lock.
             lease.leave_body(result="raised")
             raise
-
-    def _enter_received(self, lease: Lease, origin: Origin) -> bool:
-        """Begin a block with a lock that was received; return True."""
-        lease.origin = origin
-        lease.in_block = True
-        if not lease.is_inherited():
-            renewers[lease.cache].keep(lease)
-        lease.enter()
-        return True
 
     # For any process
 

@@ -298,25 +298,21 @@ class Delivery:
         lease.origin = here()
         lease.in_block = True
         lease.delivery = weakref.ref(self)
+        if options.on_conflict == "requeue":
+            lease.wait = SHORT_WAIT
+        elif options.on_conflict == "wait" and options.lock_wait is not None:
+            lease.wait = options.lock_wait
         lease.waits_behind = self.header.met
         if self.header.requeued_at:
             waited = max(0.0, time.time() - self.header.requeued_at)
             lease.waits_since = clock.now() - waited
         return lease
 
-    def _wait(self) -> float:
-        """Return how many seconds this delivery waits for the lock."""
-        if self.options.on_conflict == "requeue":
-            return SHORT_WAIT
-        if self.options.on_conflict == "wait" and self.options.lock_wait is not None:
-            return self.options.lock_wait
-        return 0.0
-
     def _take(self) -> bool:
         """Take the lock; return whether this delivery has it, and may run."""
         lease = self.lease
         try:
-            if lease.take(self._wait()) is not None:
+            if lease.take() is not None:
                 return False
         except LockUnavailable as error:
             self.outage = error
@@ -328,7 +324,7 @@ class Delivery:
 
     def _gives_way(self) -> bool:
         """Return whether a later call has run while this one waited for the lock."""
-        has_waited = self.again or self._wait() > 0
+        has_waited = self.again or self.lease.wait > 0
         return has_waited and self._is_superseded()
 
     def _free(self, queued_call: QueuedCall) -> None:
