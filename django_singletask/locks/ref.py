@@ -170,9 +170,8 @@ class LockRef(NamedTuple):
     def free_killed(self, token: str, how: str) -> bool:
         """Free the entry if the dead holder with this token still has it; see :meth:`free_dead`."""
         entry, holder = self.read_holder()
-        if entry is None or holder.token != token:
-            return False
-        if holder.kept:  # its body has ended (at_least), so its death changes nothing
+        # If it is kept, its body has ended (at_least), so its death changes nothing.
+        if entry is None or holder.token != token or holder.kept:
             return False
         return self.free_dead(entry, holder, how)
 

@@ -60,7 +60,7 @@ def visibility_timeout(app: Celery) -> float:
     return float(transport.get("visibility_timeout") or 3600)
 
 
-def hop(app: Celery, lease: Lease, first: float, hops: int, at_most: float = math.inf) -> float:
+def hop(app: Celery, lease: Lease, first: float, hops: int, at_most: float) -> float:
     """Return the seconds until the next delivery of a message that was postponed ``hops`` times.
 
     ``lease`` has met the lock that the message waits for. Hops are short, because what is freed
@@ -253,7 +253,9 @@ class Delivery:
             # chain, which may want the same lock.
             with self.lease as lease:
                 if self._take():
-                    if not self._gives_way():
+                    # A later call may have run while this one waited for the lock.
+                    has_waited = self.again or lease.wait > 0
+                    if not has_waited or not self._is_superseded():
                         return self._run_body()
                     lease.leave_body(result="ignored")
                     return options.skip_result
@@ -321,11 +323,6 @@ class Delivery:
         if self.again and not lease.took_over:
             self._follow_own_run()
         return True
-
-    def _gives_way(self) -> bool:
-        """Return whether a later call has run while this one waited for the lock."""
-        has_waited = self.again or self.lease.wait > 0
-        return has_waited and self._is_superseded()
 
     def _free(self, queued_call: QueuedCall) -> None:
         """Free the entry of a queued call, unless the call or its lock goes on."""
