@@ -248,9 +248,6 @@ class TaskLock:
         lease.origin = origin
         lease.in_block = in_block
         lease.task_lock = weakref.ref(self)
-        last = self._lease
-        if last is not None:  # a body without its lock stays one, whatever it acquires
-            lease.is_unguarded = last.is_unguarded
         # Set before the take, so that the lock can release it after any error or signal.
         self._lease = lease
         return lease
