@@ -42,6 +42,7 @@ from asyncio import _get_running_loop
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar, Token
 from functools import lru_cache
+from operator import itemgetter
 from typing import Any
 
 from celery.exceptions import Ignore, Reject, Retry
@@ -379,23 +380,19 @@ class Lease:
         Of several slots the blocker is the run itself, else a dead holder, else the one with which
         the call was reported as waiting, else the first to end.
         """
-        holders = {}
-        proofs = {}
-        ranks = {}
+        met = []
         for key, entry in entries.items():
-            holders[key] = Holder.decode(entry.value)
-            proofs[key] = liveness.proof_of_death(holders[key])
-            ranks[key] = self._rank(entry, holders[key], proofs[key])
-        self.others = list(holders.values())
-        key = min(ranks, key=ranks.__getitem__)  # the key whose rank is lowest
+            holder = Holder.decode(entry.value)
+            proof = liveness.proof_of_death(holder)
+            met.append((self._rank(entry, holder, proof), key, holder, proof))
+        self.others = [holder for _, _, holder, _ in met]
+        rank, key, holder, proof = min(met, key=itemgetter(0))
         # A message that meets its own run waits for that slot, and others for any.
-        is_other_run = ranks[key][0]
+        is_other_run = rank[0]
         self.free_in = math.inf
-        for is_other, *_, ends_in in ranks.values():
+        for (is_other, *_, ends_in), *_ in met:
             if is_other == is_other_run:
                 self.free_in = min(self.free_in, ends_in)
-        holder = holders[key]
-        proof = proofs[key]
         if key != self.key:
             self.move_to(key)
         if proof is None or not may_free:
