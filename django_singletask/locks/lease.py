@@ -542,7 +542,9 @@ class Lease:
 
     def note_wait(self, seconds: float) -> None:
         """Note for the log and the error how long the call waited."""
-        option = "lock_wait" if self.ref.is_delivery else "wait"
+        option = "wait"
+        if self.ref.is_delivery:
+            option = "lock_wait"
         waited = f"gave up after {seconds:g} s ({option})"
         if self.note:
             waited = f"{self.note}; {waited}"
@@ -675,7 +677,9 @@ class Lease:
                     raise
                 outcome = self._keep_own_bytes(until, error)
             if outcome is Outcome.SENT_TWICE:
-                outcome = Outcome.OK if sent < self.deadline else Outcome.GONE
+                outcome = Outcome.OK
+                if sent >= self.deadline:
+                    outcome = Outcome.GONE
             if outcome is not Outcome.OK or self._lost:
                 self.kept = False
                 self.lose()
@@ -689,10 +693,13 @@ class Lease:
             self.left_because = f"not released at once: {in_words(error)}"
             raise
         finally:
+            end = "released"
+            if self._lost:
+                end = "lost"
             self.ref.tell(
                 "released",
                 self.holder,
-                outcome="lost" if self._lost else "released",
+                outcome=end,
                 result=result,
                 reason=self.left_because,
                 longest_renewal_gap=self.longest_gap or None,

@@ -189,7 +189,9 @@ class LockRef(NamedTuple):
         else:
             # The marker must last until the holder's next renewal; extend() may have changed the
             # length in the record.
-            rest = MAX_LEASE if entry.remaining is None else entry.remaining
+            rest = entry.remaining
+            if rest is None:
+                rest = MAX_LEASE
             is_freed = store.clear(self.key, entry.value, max(holder.timeout, rest))
         if not is_freed:
             return False
