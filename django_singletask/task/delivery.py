@@ -515,12 +515,12 @@ class Delivery:
         """
         lease = self.lease
         count = "hops"
+        met = self.header.met
         if self.outage is not None:
             count = "outage_hops"
-        hops = getattr(self.header, count)
-        met = self.header.met
-        if lease.blocker is not None and self.outage is None:
+        elif lease.blocker is not None:
             met = lease.blocker.token
+        hops = getattr(self.header, count)
         if reason and (not hops or met != self.header.met):
             if self.outage is not None:
                 text = "%s: the call of %s is postponed. %s"
