@@ -163,7 +163,7 @@ class TaskLock:
             return LockRef(cache, *self._lock_key)
         request = task.request
         retries = request.retries
-        if retries is None:  # the task was called directly
+        if retries is None:  # another program sent the message
             retries = 0
         return LockRef(cache, *self._lock_key, task.name, request.id, retries)
 
