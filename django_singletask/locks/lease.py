@@ -306,8 +306,10 @@ class Lease:
 
         None: this was the last one. Then the entry is held, or the ``blocker`` has it.
         """
-        if self.blocker is not None:
-            self.sign()  # the last attempt was before a pause
+        # This attempt is after a conflict. Where the cache has forgotten its locks, the request is
+        # the same again, because the first one may have added the entry.
+        if self.blocker is not None and self.held_back == 0:
+            self.sign()
         if self.slots.allowed > 1:
             outer = self._outer_lease()
             if outer is not None:
