@@ -383,11 +383,13 @@ class Lease:
         the call was reported as waiting, else the first to end.
         """
         met = []
+        others = []
         for key, entry in entries.items():
             holder = Holder.decode(entry.value)
             proof = liveness.proof_of_death(holder)
             met.append((self._rank(entry, holder, proof), key, holder, proof))
-        self.others = [holder for _, _, holder, _ in met]
+            others.append(holder)
+        self.others = others
         rank, key, holder, proof = min(met, key=itemgetter(0))
         # A message that meets its own run waits for that slot, and others for any.
         is_other_run = rank[0]
