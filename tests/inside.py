@@ -564,15 +564,19 @@ def spoil_numbers(lock: TaskLock, task: Any, nonsense: bytes) -> None:
     write(beside(lock, keys.LATEST, task.name), nonsense)
 
 
+def of_task(lock: TaskLock, task: Any) -> ref.LockRef:
+    return ref_of(lock)._replace(task=task.name)
+
+
 def take_number(lock: TaskLock, task: Any) -> list[Any] | None:
     """Take the next number, as a call does before its message is published."""
-    state = latest.take_number(ref_of(lock), task.name, header.Header("", task.name), None)
+    state = latest.take_number(of_task(lock, task), header.Header("", task.name), None)
     return state and [state.epoch, state.taken]
 
 
 def note_number(lock: TaskLock, task: Any, ticket: Any) -> bool:
     """Note a number, as a call does after its message is published; say whether one is higher."""
-    return latest.gives_way(ref_of(lock), task.name, ticket, is_sent=True)
+    return latest.gives_way(of_task(lock, task), ticket, is_sent=True)
 
 
 def forget_numbers(lock: TaskLock, task: Any) -> None:
@@ -607,8 +611,8 @@ def killed_before_publishing(app: Any, *, notes: bool = False) -> Iterator[None]
     def end(name: str, *args: Any, **message: Any) -> None:
         if notes:
             fields = header_of(message["headers"])
-            place = ref.LockRef("redis", fields["name"], fields["key"])
-            latest.gives_way(place, name, fields["ticket"], is_sent=True)
+            place = ref.LockRef("redis", fields["name"], fields["key"], name)
+            latest.gives_way(place, fields["ticket"], is_sent=True)
         raise SystemExit
 
     with (
@@ -762,9 +766,13 @@ def start_of(pid: int) -> str:
     return process.start_time(pid)
 
 
+AS_SHOWN = parameters.Parameters(inspect.signature(lambda **arguments: None))
+"""The parameters of any task, without defaults, for arguments as the name of a lock shows them."""
+
+
 def call_lock(task: str, **arguments: Any) -> tuple[str, str]:
     """Return the name and the key of the lock of a call, whose task no project need have."""
-    return keys.call_key(task, parameters.AS_SHOWN, (), arguments)
+    return keys.call_key(task, AS_SHOWN, (), arguments)
 
 
 def held_now(*typed: str) -> list[Any]:

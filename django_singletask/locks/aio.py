@@ -7,7 +7,6 @@ import asyncio
 import contextvars
 import functools
 import queue
-import random
 import threading
 from asyncio import _get_running_loop
 from collections import defaultdict
@@ -22,8 +21,7 @@ from django_singletask import clock
 from django_singletask.conf import conf
 from django_singletask.forks import at_fork
 from django_singletask.holder import Holder
-from django_singletask.locks.lease import MAX_HELD_BACK, MAX_POLL, POLL, Lease
-from django_singletask.stores.epoch import Forgotten
+from django_singletask.locks.lease import Lease
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -164,33 +162,21 @@ class Attempts:
         self.turn = threading.Lock()
         self.is_over = False
 
-    async def take(self, wait: float) -> Holder | None:
+    async def take(self) -> Holder | None:
         """Take the entry as :meth:`Lease.take` does, without stopping the event loop."""
         lease = self.lease
-        until = clock.now() + wait
-        pause = min(POLL, wait / 16)
-        held_back = 0
-        while True:
-            attempt = functools.partial(self._attempt, heeds_epoch=held_back < MAX_HELD_BACK)
-            try:
-                blocker = await in_thread(lease.cache, attempt, grace=0)
-            except Forgotten as forgotten:
-                held_back += 1
-                await asyncio.sleep(forgotten.args[0])
-                continue
-            if blocker is None or not lease.may_wait(wait, until):
-                return blocker
-            held_back = 0
-            left = max(0.0, until - clock.now())
-            await asyncio.sleep(min(left, pause * random.uniform(0.5, 1)))
-            pause = min(pause * 1.5, MAX_POLL)
-            lease.sign()
+        lease.until = clock.now() + lease.wait
+        pause = await in_thread(lease.cache, self._attempt, grace=0)
+        while pause is not None:
+            await asyncio.sleep(pause)
+            pause = await in_thread(lease.cache, self._attempt, grace=0)
+        return lease.blocker
 
-    def _attempt(self, *, heeds_epoch: bool) -> Holder | None:
+    def _attempt(self) -> float | None:
         with self.turn:
             if self.is_over:
                 return None
-            return self.lease.attempt(heeds_epoch=heeds_epoch)
+            return self.lease.attempt()
 
     def undo(self, undo: Callable[[], object]) -> asyncio.Future[Any] | None:
         """Call ``undo`` in a thread, once no attempt runs; see :func:`submit`."""

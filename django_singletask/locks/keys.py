@@ -71,14 +71,13 @@ def lock_of_slot(key: str) -> str:
     return key.partition(SLOT)[0]
 
 
-def check_slots(what: str, slots: Any) -> int:
-    """Return a valid number of slots, or raise an error whose text begins with ``what``."""
+def check_slots(what: str, slots: Any) -> None:
+    """Raise an error whose text begins with ``what`` if that is no valid number of slots."""
     text = f"{what} must be a whole number from 1 to {MAX_SLOTS}, not {slots!r}."
     if type(slots) is not int:
         raise TypeError(text)
     if not 1 <= slots <= MAX_SLOTS:
         raise ValueError(text)
-    return slots
 
 
 NO_LOCK = LockKey("no lock", "none")

@@ -42,12 +42,14 @@ from asyncio import _get_running_loop
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar, Token
 from functools import lru_cache
+from operator import itemgetter
 from typing import Any
 
 from celery.exceptions import Ignore, Reject, Retry
 
 from django_singletask import clock, threads
 from django_singletask.arguments import check_seconds
+from django_singletask.conf import conf
 from django_singletask.exceptions import LockConflict, LockError, LockLost, LockUnavailable
 from django_singletask.holder import Holder, without_process
 from django_singletask.locks import liveness
@@ -146,12 +148,12 @@ def result_of(error: BaseException) -> str:
 class Lease:
     """One acquisition of the lock ``ref`` by this process.
 
-    ``length`` is the lease in seconds. If ``renews`` is true, the thread in
-    :mod:`django_singletask.locks.renewal` extends it at about each third of that. A body that
-    began keeps the entry until ``at_least`` seconds after its begin, however it ends. ``held`` is
-    true from the take until the release. If the lock has several slots, the take moves ``key`` to
-    the slot that it took, or after a conflict to the slot of the blocker. Without ``slots`` it has
-    one.
+    ``length`` is the lease in seconds (None: that of the settings). If ``renews`` is true, the
+    thread in :mod:`django_singletask.locks.renewal` extends it at about each third of that. A body
+    that began keeps the entry until ``at_least`` seconds after its begin, however it ends. ``held``
+    is true from the take until the release. If the lock has several slots, the take moves ``key``
+    to the slot that it took, or after a conflict to the slot of the blocker. Without ``slots`` it
+    has one.
 
     The state of an acquisition is here; a :class:`TaskLock` or a delivery has the lease that it
     uses now.
@@ -164,8 +166,8 @@ class Lease:
     """Until when this process trusts the lease; this and the next times are those of the clock."""
     renewed_at = 0.0
     taken_at = 0.0
-    began_at: float | None = None
-    """When the body began; None before that, and without ``at_least``."""
+    began_at = -math.inf
+    """When the body began; before that, infinitely long ago."""
     longest_gap = 0.0
     retaken = 0
     """How often the cache forgot the entry and it was set again."""
@@ -200,6 +202,16 @@ class Lease:
     task_lock: Callable[[], Any] | None = None
     """A weak reference to the :class:`TaskLock` that shows this lease to users."""
 
+    # While the call waits
+    wait: float = 0
+    """How many seconds a take waits at most."""
+    until = 0.0
+    """Until when it waits, by the clock."""
+    pause = 0.0
+    """The last pause in seconds, before chance shortened it."""
+    held_back = 0
+    """How often in a row it waited because the cache had just forgotten its locks."""
+
     # After a conflict
     blocker: Holder | None = None
     """The other holder that was met last, until the entry is taken."""
@@ -224,7 +236,9 @@ class Lease:
     """The token of the holder with which the call was last reported as waiting; of a message that
     was postponed, by an earlier delivery."""
 
-    def __init__(self, ref: LockRef, length: float, slots: Slots | None = None) -> None:
+    def __init__(self, ref: LockRef, length: float | None, slots: Slots | None = None) -> None:
+        if length is None:
+            length = conf.lock_timeout
         self.ref = ref
         self.cache = ref.cache
         self.key = ref.key
@@ -272,7 +286,7 @@ class Lease:
     # its begin would hide those that fail. ``was_waiting`` of its last event says whether this
     # holder has counted it as waiting, so that only such a call is subtracted from those that wait.
 
-    def take(self, wait: float = 0.0) -> Holder | None:
+    def take(self) -> Holder | None:
         """Take the entry, waiting up to ``wait`` seconds; return None, or the holder that has it.
 
         The entry of a dead holder is freed first. Raises :class:`LockUnavailable`. If this raises,
@@ -280,47 +294,41 @@ class Lease:
 
         ``Attempts.take()`` in aio.py is the same loop for asyncio code.
         """
-        until = clock.now() + wait
-        pause = min(POLL, wait / 16)
-        held_back = 0
-        while True:
-            try:
-                blocker = self.attempt(heeds_epoch=held_back < MAX_HELD_BACK)
-            except Forgotten as forgotten:
-                held_back += 1
-                time.sleep(forgotten.args[0])
-                continue
-            if blocker is None or not self.may_wait(wait, until):
-                return blocker
-            held_back = 0
-            left = max(0.0, until - clock.now())
-            time.sleep(min(left, pause * random.uniform(0.5, 1)))
-            pause = min(pause * 1.5, MAX_POLL)
-            self.sign()
+        self.until = clock.now() + self.wait
+        pause = self.attempt()
+        while pause is not None:
+            time.sleep(pause)
+            pause = self.attempt()
+        return self.blocker
 
-    def attempt(self, *, heeds_epoch: bool = True) -> Holder | None:
-        """Try to take the entry now; return None if it is held, otherwise the other holder.
+    def attempt(self) -> float | None:
+        """Try to take the entry now; return the pause before the next attempt in seconds.
 
-        ``heeds_epoch``: raise :class:`Forgotten` if the cache has just forgotten its locks.
+        None: this was the last one. Then the entry is held, or the ``blocker`` has it.
         """
+        # This attempt is after a conflict. Where the cache has forgotten its locks, the request is
+        # the same again, because the first one may have added the entry.
+        if self.blocker is not None and self.held_back == 0:
+            self.sign()
         if self.slots.allowed > 1:
             outer = self._outer_lease()
             if outer is not None:
                 self.move_to(outer.key)
                 self.blocker = outer.holder
                 self.blocker_remaining = max(0.0, outer.deadline - clock.now())
-                return self.blocker
+                return self._next_pause()
         try:
             for retries in range(MAX_RETRIES, -1, -1):
                 store = get_store(self.cache)
                 sent = clock.now()
+                heeds_epoch = self.held_back < MAX_HELD_BACK
                 taken = store.take(self.slots, self.value, self.length, heeds_epoch=heeds_epoch)
                 if not isinstance(taken, str):
                     if self._free_or_note_blocker(taken, may_free=retries > 0):
                         continue
                     if sent >= self.tells_wait_at:
                         self._tell_wait(sent)
-                    return self.blocker
+                    return self._next_pause()
                 if taken != self.key:
                     self.move_to(taken)
                 if self.begin(sent):
@@ -331,8 +339,10 @@ class Lease:
                     f"cache {self.cache!r} answered. Give the lock a longer timeout (lock_timeout "
                     "of a task), or find out why the cache is slow: manage.py locks probe."
                 )
-        except Forgotten:
-            raise
+        except Forgotten as forgotten:  # the cache has just forgotten its locks
+            self.held_back += 1
+            pause: float = forgotten.args[0]
+            return pause
         except BaseException:
             self.owe()
             raise
@@ -372,23 +382,21 @@ class Lease:
         Of several slots the blocker is the run itself, else a dead holder, else the one with which
         the call was reported as waiting, else the first to end.
         """
-        holders = {}
-        proofs = {}
-        ranks = {}
+        met = []
+        others = []
         for key, entry in entries.items():
-            holders[key] = Holder.decode(entry.value)
-            proofs[key] = liveness.proof_of_death(holders[key])
-            ranks[key] = self._rank(entry, holders[key], proofs[key])
-        self.others = list(holders.values())
-        key = min(ranks, key=ranks.__getitem__)  # the key whose rank is lowest
+            holder = Holder.decode(entry.value)
+            proof = liveness.proof_of_death(holder)
+            met.append((self._rank(entry, holder, proof), key, holder, proof))
+            others.append(holder)
+        self.others = others
+        rank, key, holder, proof = min(met, key=itemgetter(0))
         # A message that meets its own run waits for that slot, and others for any.
-        is_other_run = ranks[key][0]
+        is_other_run = rank[0]
         self.free_in = math.inf
-        for is_other, *_, ends_in in ranks.values():
+        for (is_other, *_, ends_in), *_ in met:
             if is_other == is_other_run:
                 self.free_in = min(self.free_in, ends_in)
-        holder = holders[key]
-        proof = proofs[key]
         if key != self.key:
             self.move_to(key)
         if proof is None or not may_free:
@@ -422,35 +430,38 @@ class Lease:
                 ends_in = min(ends_in, kept_for)
         return not is_run_itself, proof is None, holder.token != self.waits_behind, ends_in
 
-    def may_wait(self, wait: float, until: float) -> bool:
-        """Return whether to try again after a conflict, until a time by the clock."""
+    def _next_pause(self) -> float | None:
+        """Return the pause after a conflict in seconds; None: do not try again."""
         blocker = self.blocker
         assert blocker is not None
         self.note = ""
         if self.ref.is_delivery and blocker.is_run_of(self.ref.task_id):
-            return False  # an earlier run of the same message
+            return None  # an earlier run of the same message
         own = renewers[self.cache].find(blocker.token, self.key, self.origin)
         if own is not None:
             self.note = BEHIND_ITSELF
-        if wait == 0:
-            return False
+        if self.wait == 0:
+            return None
         # A fixed lease may end before its block does.
-        if own is not None and own.in_block and (own.renews or own.deadline >= until):
+        if own is not None and own.in_block and (own.renews or own.deadline >= self.until):
             self.is_behind_itself = True
-            return False
+            return None
         now = clock.now()
-        if now >= until:
-            self.note_wait(wait)
-            return False
+        if now >= self.until:
+            self.note_wait(self.wait)
+            return None
         if self.waits_since is None:
             self.waits_since = now
-            if wait > LONG_WAIT:
+            if self.wait > LONG_WAIT:
                 self.tells_wait_at = now + LONG_WAIT
-        if own is not None and wait == math.inf and not self.has_warned:
+        if own is not None and self.wait == math.inf and not self.has_warned:
             self.has_warned = True
             text = "Endless wait for %s: %s. Only another thread can release it."
             logger.warning(text, self, self.note)
-        return True
+        self.held_back = 0
+        first = min(POLL, self.wait / 16)
+        self.pause = min(max(first, self.pause * 1.5), MAX_POLL)
+        return min(self.until - now, self.pause * random.uniform(0.5, 1))
 
     def replace(self, value: bytes) -> bool:
         """Replace the bytes ``value`` by those of this lease; return whether the store did so.
@@ -535,7 +546,9 @@ class Lease:
 
     def note_wait(self, seconds: float) -> None:
         """Note for the log and the error how long the call waited."""
-        option = "lock_wait" if self.ref.is_delivery else "wait"
+        option = "wait"
+        if self.ref.is_delivery:
+            option = "lock_wait"
         waited = f"gave up after {seconds:g} s ({option})"
         if self.note:
             waited = f"{self.note}; {waited}"
@@ -592,14 +605,14 @@ class Lease:
     def leave_body(self, error: BaseException | None = None, result: str = "") -> None:
         """Leave the entry at the end of a body, if it is held; log that the cache cannot be asked.
 
-        ``error`` has ended the body; ``result`` replaces its word for the history.
+        ``error`` has ended the body; ``result`` is another end of it, for the history.
         """
         if not self.held and not self.was_handed_over:
             return
-        if error is not None and not result:
+        if error is not None:
             result = result_of(error)
             if isinstance(error, Retry) and error.is_eager:  # type: ignore[attr-defined]
-                self.began_at = None  # apply() runs the next try here, now: nobody could wait
+                self.at_least = 0  # apply() runs the next try here, now: nobody could wait
         has_returned = not result
         if has_returned:
             result = "returned"
@@ -636,11 +649,9 @@ class Lease:
         ``result`` is the end of the body for the history. If this raises, the entry is owed.
         """
         # What was postponed, skipped or superseded has not begun.
-        if self.began_at is None or result == "terminated":
-            return self.leave_to(b"", 0.0, result=result)
         kept_until = self.began_at + self.at_least
         is_kept = clock.now() < min(kept_until, self.deadline) and not self._lost
-        if not is_kept or self.is_inherited():
+        if not is_kept or result == "terminated" or self.is_inherited():
             return self.leave_to(b"", 0.0, result=result)
         self.kept = True
         kept = without_process(self.holder, self.at_least, kept=True, returned=has_returned)
@@ -670,7 +681,9 @@ class Lease:
                     raise
                 outcome = self._keep_own_bytes(until, error)
             if outcome is Outcome.SENT_TWICE:
-                outcome = Outcome.OK if sent < self.deadline else Outcome.GONE
+                outcome = Outcome.OK
+                if sent >= self.deadline:
+                    outcome = Outcome.GONE
             if outcome is not Outcome.OK or self._lost:
                 self.kept = False
                 self.lose()
@@ -684,10 +697,13 @@ class Lease:
             self.left_because = f"not released at once: {in_words(error)}"
             raise
         finally:
+            end = "released"
+            if self._lost:
+                end = "lost"
             self.ref.tell(
                 "released",
                 self.holder,
-                outcome="lost" if self._lost else "released",
+                outcome=end,
                 result=result,
                 reason=self.left_because,
                 longest_renewal_gap=self.longest_gap or None,

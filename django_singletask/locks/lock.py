@@ -71,6 +71,7 @@ class TaskLock:
     Each question to the cache is one request, and can raise :class:`LockUnavailable`.
     """
 
+    _lock_key: LockKey
     _lease: Lease | None = None
     """The last acquisition."""
     _ref: LockRef | None = None
@@ -90,10 +91,16 @@ class TaskLock:
         slots: int = 1,
         at_least: float = 0,
     ) -> None:
-        self._lock_key = name if isinstance(name, LockKey) else name_key(name)
-        if isinstance(name, str) and UNFILLED.search(name):
-            text = "TaskLock(%r) has an unfilled field: all values share one lock. Use an f-string."
-            warn_once(text, name)
+        if isinstance(name, LockKey):
+            self._lock_key = name
+        else:
+            self._lock_key = name_key(name)
+            if UNFILLED.search(name):
+                warn_once(
+                    "TaskLock(%r) has an unfilled field: all values share one lock. "
+                    "Use an f-string.",
+                    name,
+                )
         self.name, self.key = self._lock_key
         self.timeout = timeout
         self.cache = cache
@@ -101,11 +108,11 @@ class TaskLock:
         self.at_least = at_least
         if type(slots) is not int or slots != 1:
             check_slots("slots", slots)
-        if timeout is not None:
-            check_seconds("timeout", timeout)
         if renew is not True:
             check_choice("renew", renew, (True, False))
-        if timeout is None and not renew:
+        if timeout is not None:
+            check_seconds("timeout", timeout)
+        elif not renew:
             raise TypeError("renew=False needs a timeout, a lease longer than any run.")
         if wait != 0:
             check_seconds("wait", wait, zero=True, infinite=True)
@@ -156,7 +163,7 @@ class TaskLock:
             return LockRef(cache, *self._lock_key)
         request = task.request
         retries = request.retries
-        if retries is None:  # the task was called directly
+        if retries is None:  # another program sent the message
             retries = 0
         return LockRef(cache, *self._lock_key, task.name, request.id, retries)
 
@@ -189,23 +196,14 @@ class TaskLock:
     def _take(self, wait: float | None, *, in_block: bool) -> bool:
         origin = here()
         try:
-            self._reserve(origin, in_block)
-            received = self._lease
-            if received is not None and received.held:
-                return self._enter_received(received, origin)
-            if wait is None:
-                wait = self.wait
-            else:
-                check_seconds("wait", wait, zero=True, infinite=True)
-            lease = self._new_lease(origin, in_block)
-            if lease.take(wait) is not None:
-                return self._meet_conflict(lease, wait)
+            lease = self._reserve(wait, origin, in_block)
+            if not lease.held and lease.take() is not None:
+                return self._meet_conflict(lease)
             self.key = lease.key
             if in_block:
                 lease.enter()
             # Last, so that whatever ends the take before this keeps nothing.
-            if lease.at_least:
-                lease.began_at = clock.now()
+            lease.began_at = clock.now()
             return True
         except BaseException as error:  # Python does not call __exit__
             self._stop(origin, error)
@@ -215,25 +213,17 @@ class TaskLock:
         origin = here()
         attempts = None
         try:
-            self._reserve(origin, in_block)
-            received = self._lease
-            if received is not None and received.held:
-                return self._enter_received(received, origin)
-            if wait is None:
-                wait = self.wait
-            else:
-                check_seconds("wait", wait, zero=True, infinite=True)
-            lease = self._new_lease(origin, in_block)
-            attempts = Attempts(lease)
-            if await attempts.take(wait) is not None:
-                # The receivers of its event may write into a database.
-                meet_conflict = functools.partial(self._meet_conflict, lease, wait)
-                return await in_thread(lease.cache, meet_conflict, grace=0)
+            lease = self._reserve(wait, origin, in_block)
+            if not lease.held:
+                attempts = Attempts(lease)
+                if await attempts.take() is not None:
+                    # The receivers of its event may write into a database.
+                    meet_conflict = functools.partial(self._meet_conflict, lease)
+                    return await in_thread(lease.cache, meet_conflict, grace=0)
             self.key = lease.key
             if in_block:
                 lease.enter()
-            if lease.at_least:
-                lease.began_at = clock.now()
+            lease.began_at = clock.now()
             return True
         except BaseException as error:
             if attempts is None:
@@ -246,29 +236,23 @@ class TaskLock:
             raise
 
     def _new_lease(self, origin: Origin, in_block: bool) -> Lease:
-        length = self.timeout
-        if length is None:
-            length = conf.lock_timeout
         slots = None
         if self.slots > 1:
             # A body may take slots in several threads or asyncio tasks, so its task id is no mark
             # of an earlier delivery.
             keys = self._lock_key.slots(self.slots)
             slots = Slots(keys, self.slots)
-        lease = Lease(self._wanted(), length, slots)
+        lease = Lease(self._wanted(), self.timeout, slots)
         lease.renews = self.renew
         lease.at_least = self.at_least
         lease.origin = origin
         lease.in_block = in_block
         lease.task_lock = weakref.ref(self)
-        last = self._lease
-        if last is not None:  # a body without its lock stays one, whatever it acquires
-            lease.is_unguarded = last.is_unguarded
         # Set before the take, so that the lock can release it after any error or signal.
         self._lease = lease
         return lease
 
-    def _meet_conflict(self, lease: Lease, wait: float) -> bool:
+    def _meet_conflict(self, lease: Lease) -> bool:
         """Do what the options say about a lock that is held by another holder; return False."""
         must_raise = lease.is_behind_itself
         if lease.in_block:
@@ -278,15 +262,14 @@ class TaskLock:
                 # To skip it would lose the work of the task.
                 must_raise = True
                 lease.note = "an earlier try of this task keeps it (at_least)"
+        policy = "skip"
         if must_raise:
             policy = "raise"
-            if wait:
-                policy = "wait"
+        if lease.wait:
+            policy = "wait"
+        if must_raise:
             lease.report_conflict(policy, "failed")
             raise lease.conflict(self)
-        policy = "skip"
-        if wait:
-            policy = "wait"
         lease.report_conflict(policy, "skipped")
         if not lease.in_block:
             vars(self).pop("_user", None)
@@ -303,7 +286,8 @@ class TaskLock:
     # setdefault() and pop() are atomic between threads. The first caller gets the object, whichever
     # thread makes its first request.
 
-    def _reserve(self, origin: Origin, in_block: bool) -> None:
+    def _reserve(self, wait: float | None, origin: Origin, in_block: bool) -> Lease:
+        """Let the caller use this object; return a lease to take, or that of a received lock."""
         lease = self._lease
         is_free = lease is None or not lease.held
         # What is held, although nothing uses the object, was received: a block may enter it.
@@ -314,6 +298,19 @@ class TaskLock:
                 f"This TaskLock of {self.name} is in use: an object serves one acquisition at a "
                 "time. Create one for each use: with TaskLock(…):"
             )
+        if lease is not None and lease.held:
+            lease.origin = origin
+            lease.in_block = True
+            if not lease.is_inherited():
+                renewers[lease.cache].keep(lease)
+            return lease
+        if wait is None:
+            wait = self.wait
+        else:
+            check_seconds("wait", wait, zero=True, infinite=True)
+        lease = self._new_lease(origin, in_block)
+        lease.wait = wait
+        return lease
 
     def _stop(self, origin: Origin, error: BaseException) -> None:
         """End an acquisition that failed: by a conflict, or by a signal, perhaps after the take."""
@@ -380,15 +377,6 @@ class TaskLock:
             # If it is held, a signal came: nobody gets the lock.
             lease.leave_body(result="raised")
             raise
-
-    def _enter_received(self, lease: Lease, origin: Origin) -> bool:
-        """Begin a block with a lock that was received; return True."""
-        lease.origin = origin
-        lease.in_block = True
-        if not lease.is_inherited():
-            renewers[lease.cache].keep(lease)
-        lease.enter()
-        return True
 
     # For any process
 

@@ -244,5 +244,3 @@ class Parameters:
 
 BY_NAME = {inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY}
 """The kinds of parameters that can be passed by name."""
-# These parameters are for the arguments that a lock's name shows, of any task, without defaults.
-AS_SHOWN = Parameters(inspect.signature(lambda **arguments: None))

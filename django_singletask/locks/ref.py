@@ -170,9 +170,8 @@ class LockRef(NamedTuple):
     def free_killed(self, token: str, how: str) -> bool:
         """Free the entry if the dead holder with this token still has it; see :meth:`free_dead`."""
         entry, holder = self.read_holder()
-        if entry is None or holder.token != token:
-            return False
-        if holder.kept:  # its body has ended (at_least), so its death changes nothing
+        # If it is kept, its body has ended (at_least), so its death changes nothing.
+        if entry is None or holder.token != token or holder.kept:
             return False
         return self.free_dead(entry, holder, how)
 
@@ -190,7 +189,9 @@ class LockRef(NamedTuple):
         else:
             # The marker must last until the holder's next renewal; extend() may have changed the
             # length in the record.
-            rest = MAX_LEASE if entry.remaining is None else entry.remaining
+            rest = entry.remaining
+            if rest is None:
+                rest = MAX_LEASE
             is_freed = store.clear(self.key, entry.value, max(holder.timeout, rest))
         if not is_freed:
             return False

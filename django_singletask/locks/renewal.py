@@ -323,13 +323,12 @@ class Renewer(Background):
             requests = [(lease.key, lease.value, lease.length) for lease in due]
             sent = clock.now()
             outcomes = store.renew_many(requests)
-            for lease, request, outcome in zip(due, requests, outcomes, strict=True):
+            for lease, (_key, _value, length), outcome in zip(due, requests, outcomes, strict=True):
                 if isinstance(outcome, LockUnavailable):  # the error is for this lease alone
                     self.error = outcome
                 elif outcome is Outcome.UNSURE:
                     self.is_unsure = True
                 else:
-                    _key, _value, length = request
                     lease.settle(sent, length, outcome)
         finally:
             for lease in mine:

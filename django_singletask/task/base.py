@@ -60,22 +60,19 @@ def refuse_unsendable(what: str, options: Mapping[str, Any], lock_options: Any) 
         raise TypeError(f"{what} cannot send on_skip, a function: set it on the task.")
 
 
-def check_definition(cls: type, base: type) -> None:
-    """Raise ``TypeError`` for an error in the body of a class, or in its decorator.
-
-    ``base`` is the class whose attributes are valid options.
-    """
+def check_definition(cls: type) -> None:
+    """Raise ``TypeError`` for an error in the body of a class, or in its decorator."""
     own = vars(cls)
     what = own.get("name")
     if not what:
         what = f"{cls.__module__}.{cls.__qualname__}"
     if "_decorated" in own:
-        for name, hint in unknown_options(own, base):
+        for name, hint in unknown_options(own, SingletonTask):
             raise TypeError(f"{what} has no option {name!r}: {hint}")
     LockOptions.check_class(cls, f"of {what}")
     run = own.get("run")
     if run is not None:
-        refuse_deferred(inspect.unwrap(getattr(run, "__func__", run)), f"{what}")
+        refuse_deferred(inspect.unwrap(getattr(run, "__func__", run)), what)
     if callable(cls.Strategy):  # type: ignore[attr-defined] # Celery's is a path
         raise TypeError(
             f"{what} has a Strategy of its own, as with celery-batches: its body gets messages "
@@ -86,7 +83,7 @@ def check_definition(cls: type, base: type) -> None:
             raise TypeError(
                 f"{inner.__qualname__}.__call__ would never be called for {what}, since Celery's "
                 f"Task comes before it. Derive {inner.__qualname__} from celery.Task, or "
-                f"put it before {base.__name__} in the list of base classes."
+                "put it before SingletonTask in the list of base classes."
             )
 
 
@@ -166,7 +163,7 @@ class SingletonTask(Attributes, DjangoTask):  # type: ignore[type-arg] # it is n
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        check_definition(cls, SingletonTask)
+        check_definition(cls)
         if LockConflict not in cls.throws:
             cls.throws = (*cls.throws, LockConflict)
         own = vars(cls)
@@ -399,7 +396,7 @@ class SingletonTask(Attributes, DjangoTask):  # type: ignore[type-arg] # it is n
         if self.request.is_eager and lease is not None:
             is_own = lease.ref.is_delivery and lease.ref.task_id == self.request.id
             if is_own:
-                lease.began_at = None  # nobody could wait for the rest of lock_at_least
+                lease.at_least = 0  # nobody could wait for the rest of it
                 lease.leave_body(result="ignored")
         return super().on_replace(sig)
 

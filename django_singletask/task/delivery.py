@@ -60,7 +60,7 @@ def visibility_timeout(app: Celery) -> float:
     return float(transport.get("visibility_timeout") or 3600)
 
 
-def hop(app: Celery, lease: Lease, first: float, hops: int, at_most: float = math.inf) -> float:
+def hop(app: Celery, lease: Lease, first: float, hops: int, at_most: float) -> float:
     """Return the seconds until the next delivery of a message that was postponed ``hops`` times.
 
     ``lease`` has met the lock that the message waits for. Hops are short, because what is freed
@@ -253,7 +253,9 @@ class Delivery:
             # chain, which may want the same lock.
             with self.lease as lease:
                 if self._take():
-                    if not self._gives_way():
+                    # A later call may have run while this one waited for the lock.
+                    has_waited = self.again or lease.wait > 0
+                    if not has_waited or not self._is_superseded():
                         return self._run_body()
                     lease.leave_body(result="ignored")
                     return options.skip_result
@@ -292,34 +294,27 @@ class Delivery:
                 read = MAX_SLOTS
             keys = self.key.slots(read)
             slots = Slots(keys, options.lock_slots, mark_of(self.ref.task_id))
-        length = options.lock_timeout
-        if length is None:
-            length = conf.lock_timeout
-        lease = Lease(self.ref, length, slots)
+        lease = Lease(self.ref, options.lock_timeout, slots)
         lease.renews = options.lock_renew
         lease.at_least = options.lock_at_least
         lease.origin = here()
         lease.in_block = True
         lease.delivery = weakref.ref(self)
+        if options.on_conflict == "requeue":
+            lease.wait = SHORT_WAIT
+        elif options.on_conflict == "wait" and options.lock_wait is not None:
+            lease.wait = options.lock_wait
         lease.waits_behind = self.header.met
         if self.header.requeued_at:
             waited = max(0.0, time.time() - self.header.requeued_at)
             lease.waits_since = clock.now() - waited
         return lease
 
-    def _wait(self) -> float:
-        """Return how many seconds this delivery waits for the lock."""
-        if self.options.on_conflict == "requeue":
-            return SHORT_WAIT
-        if self.options.on_conflict == "wait" and self.options.lock_wait is not None:
-            return self.options.lock_wait
-        return 0.0
-
     def _take(self) -> bool:
         """Take the lock; return whether this delivery has it, and may run."""
         lease = self.lease
         try:
-            if lease.take(self._wait()) is not None:
+            if lease.take() is not None:
                 return False
         except LockUnavailable as error:
             self.outage = error
@@ -328,11 +323,6 @@ class Delivery:
         if self.again and not lease.took_over:
             self._follow_own_run()
         return True
-
-    def _gives_way(self) -> bool:
-        """Return whether a later call has run while this one waited for the lock."""
-        has_waited = self.again or self._wait() > 0
-        return has_waited and self._is_superseded()
 
     def _free(self, queued_call: QueuedCall) -> None:
         """Free the entry of a queued call, unless the call or its lock goes on."""
@@ -403,9 +393,8 @@ class Delivery:
             self.queued_call.start()
         if self.task.stores_started:
             store_started(self.task, self.request)
-        if self.options.lock_at_least:
-            # Last, so that whatever keeps the body away keeps no lock.
-            self.lease.began_at = clock.now()
+        # Last, so that whatever keeps the body away keeps no lock.
+        self.lease.began_at = clock.now()
         try:
             self.result = self.body(*self.args, **self.kwargs)
         except BaseException as error:
@@ -418,7 +407,7 @@ class Delivery:
             if self.again:
                 note(self.key, self.request.id, DONE)
         if isinstance(self.result, Retry) and self.result.is_eager:  # type: ignore[attr-defined]
-            self.lease.began_at = None  # of retry(throw=False); see Lease.leave_body()
+            self.lease.at_least = 0  # of retry(throw=False); see Lease.leave_body()
         return self.result
 
     # A message that meets its own earlier run; see task/__init__.py
@@ -528,12 +517,12 @@ class Delivery:
         """
         lease = self.lease
         count = "hops"
+        met = self.header.met
         if self.outage is not None:
             count = "outage_hops"
-        hops = getattr(self.header, count)
-        met = self.header.met
-        if lease.blocker is not None and self.outage is None:
+        elif lease.blocker is not None:
             met = lease.blocker.token
+        hops = getattr(self.header, count)
         if reason and (not hops or met != self.header.met):
             if self.outage is not None:
                 text = "%s: the call of %s is postponed. %s"
@@ -608,7 +597,7 @@ class Delivery:
     def _is_superseded(self) -> bool:
         """Return whether a later call replaces this one (``on_duplicate="replace"``)."""
         ticket = self.header.ticket
-        if not ticket or not gives_way(self.ref, self.task.name, ticket):
+        if not ticket or not gives_way(self.ref, ticket):
             return False
         if not self.header.hops:  # otherwise its conflict was already reported
             logger.info("%s: a later call replaces task %s.", self.ref, self.header.id)

@@ -70,17 +70,15 @@ class Header:
         """
         if not fields or task_id is None:
             return None
-        wire = None
         for place in (fields, fields.get("headers")):
             if not isinstance(place, Mapping):
                 continue
-            found = place.get(HEADER)
-            if not isinstance(found, dict):
+            wire = place.get(HEADER)
+            if not isinstance(wire, dict):
                 continue
-            if found.get("id") == task_id and found.get("task") == task:
-                wire = found
+            if wire.get("id") == task_id and wire.get("task") == task:
                 break
-        if wire is None:
+        else:
             return None
         header = cls(task_id, task)
         version = wire.get("version", VERSION)

@@ -111,26 +111,24 @@ class State(NamedTuple):
         return state._replace(end=begin + length, lasts=sorted(lasts))
 
 
-def take_number(lock: LockRef, task: str, header: Header, length: float | None) -> State | None:
+def take_number(lock: LockRef, header: Header, length: float | None) -> State | None:
     """Take the next number, and return the state; None if others were faster at each attempt."""
     store = get_store(lock.cache)
-    key = lock.lock_key.beside(LATEST, task).key
+    key = lock.beside(LATEST).key
     for _ in range(TRIES):
         entry = store.read(key)
-        state = State.new()
         if entry:
-            state = State.decode(entry.value)
-        state = state.take(header, length)
-        if entry:
+            state = State.decode(entry.value).take(header, length)
             is_taken = store.replace(key, entry.value, state.encode(), LEASE)
         else:
+            state = State.new().take(header, length)
             is_taken = not store.add(key, state.encode(), LEASE)
         if is_taken:
             return state
     return None
 
 
-def gives_way(lock: LockRef, task: str, ticket: Any, *, is_sent: bool = False) -> bool:
+def gives_way(lock: LockRef, ticket: Any, *, is_sent: bool = False) -> bool:
     """Return whether a later call replaces this one; if not, note this one.
 
     The producer notes that ``is_sent``, and a worker that it is received; see task/__init__.py. If
@@ -138,9 +136,10 @@ def gives_way(lock: LockRef, task: str, ticket: Any, *, is_sent: bool = False) -
     """
     with suppress(LockUnavailable, TypeError, ValueError):  # another program wrote the ticket
         epoch, number = ticket
-        key = lock.lock_key.beside(LATEST, task).key
+        store = get_store(lock.cache)
+        key = lock.beside(LATEST).key
         for _ in range(TRIES):
-            entry = get_store(lock.cache).read(key)
+            entry = store.read(key)
             if not entry:
                 return False
             state = State.decode(entry.value)
@@ -156,6 +155,6 @@ def gives_way(lock: LockRef, task: str, ticket: Any, *, is_sent: bool = False) -
                 state = state._replace(noted=number)
             else:
                 state = state._replace(received=number)
-            if get_store(lock.cache).replace(key, entry.value, state.encode(), LEASE):
+            if store.replace(key, entry.value, state.encode(), LEASE):
                 return False
     return False

@@ -288,7 +288,7 @@ class LockOptions(SimpleNamespace, Attributes):
             yield self._exclusion(where, "unique_until", "on_duplicate")
         if self.lock_wait is not None and policy not in WAITING:
             yield self._no_effect(where, "lock_wait", "on_conflict")
-        if self.unique_until is None and self.unique_for != Attributes.unique_for:
+        if self.unique_until is None and self.unique_for is not None:
             yield self._no_effect(where, "unique_for", "unique_until")
         if self.unique_until is None and self.on_duplicate != "return":
             yield self._no_effect(where, "on_duplicate", "unique_until")

@@ -164,7 +164,7 @@ class QueuedCall:
         if self.ticket and result is not None and is_in_time:
             # Let this call, which is now published, replace the calls before it. One that others
             # wait for counts as received: no call replaces it, and its worker notes nothing.
-            gives_way(self.lock, self.ref.task or "", self.ticket, is_sent=not awaited)
+            gives_way(self.lock, self.ticket, is_sent=not awaited)
         return result
 
     def _start_in_time(self, header: Header, message: dict[str, Any]) -> None:
@@ -204,8 +204,7 @@ class QueuedCall:
                 blocker = None
             if self.options.on_duplicate != "replace":
                 return blocker
-            task = self.ref.task or ""
-            state = take_number(self.lock, task, header, self.options.unique_for)
+            state = take_number(self.lock, header, self.options.unique_for)
             if state is not None:
                 self.ticket = [state.epoch, state.taken]
                 self.series_end = state.end
@@ -309,10 +308,7 @@ class QueuedCall:
 
     def _hold(self) -> None:
         """Let the entry be a lease of this process until the run has finished."""
-        length = self.options.lock_timeout
-        if length is None:
-            length = conf.lock_timeout
-        lease = Lease(self.ref, length)
+        lease = Lease(self.ref, self.options.lock_timeout)
         lease.at_least = self.options.lock_at_least
         lease.in_block = True
         self.running = lease  # before the requests: a signal may come after them
@@ -364,22 +360,10 @@ class QueuedCall:
             if self.running is not None and self.running.held:
                 self.running.leave_to(self.value, self.again_until)
                 self.is_there = False
-            elif self.is_there:
-                self._prolong()
+            elif self.is_there:  # the call has not begun
+                self._leave(self.value, self.again_until)
         except LockUnavailable:
             logger.exception("%s: duplicates of the next try are not stopped.", self.ref)
-
-    def _prolong(self) -> None:
-        """Let the entry of a call that has not begun last until its next try."""
-        key = self.ref.key
-        until = self.again_until
-        try:
-            self.is_there = False
-            get_store(self.ref.cache).release(key, self.value, self.value, until)
-        except BaseException:
-            length = self.holder.timeout
-            renewers[self.ref.cache].owe((key,), self.value, length, self.value, until)
-            raise
 
     # In either
 
@@ -396,16 +380,19 @@ class QueuedCall:
         self._remove()
 
     def _remove(self) -> None:
-        if not self.is_there:
-            return
         try:
-            get_store(self.ref.cache).release(self.ref.key, self.value)
-            self.is_there = False
+            if self.is_there:
+                self._leave()
         except LockUnavailable:
-            self._owe()
             logger.exception("%s could not be released; trying again.", self.ref)
+
+    def _leave(self, new: bytes = b"", until: float = 0.0) -> None:
+        """Free the entry, or replace it by ``new`` until then; if this raises, that is owed."""
+        try:
+            self.is_there = False
+            get_store(self.ref.cache).release(self.ref.key, self.value, new, until)
         except BaseException:
-            self._owe()
+            owe(self.ref, self.value, new, until)
             raise
 
     def _owe(self) -> None:
@@ -414,9 +401,9 @@ class QueuedCall:
         owe(self.ref, self.value)
 
 
-def owe(ref: LockRef, value: bytes) -> None:
-    """Free the entry of a queued call in the background."""
-    renewers[ref.cache].owe((ref.key,), value, Holder.decode(value).timeout)
+def owe(ref: LockRef, value: bytes, new: bytes = b"", until: float = 0.0) -> None:
+    """Do in the background what :meth:`QueuedCall._leave` does."""
+    renewers[ref.cache].owe((ref.key,), value, Holder.decode(value).timeout, new, until)
 
 
 def discard(headers: Any, task_id: str | None, task: str) -> None:

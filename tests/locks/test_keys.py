@@ -275,7 +275,8 @@ def test_default_without_stable_form_equals_only_itself(default):
 
 
 def test_arguments_as_a_name_shows_them_give_the_key_of_the_call():
-    shown = {"parameters": parameters.AS_SHOWN}
+    signature = inspect.signature(lambda **arguments: None)
+    shown = {"parameters": parameters.Parameters(signature)}
     assert made_of(shown, f, a=1, c=[3]) == call(f, 1, 2, c=[3])
 
 
