@@ -84,8 +84,7 @@ def is_outage(error: Exception) -> bool:
     kinds = (db.OperationalError, db.InterfaceError, db.InternalError, db.ProgrammingError)
     if not isinstance(error, kinds):
         return False
-    is_text_invalid = error.args[:1] == (INCORRECT_STRING,)
-    return not is_text_invalid
+    return error.args[:1] != (INCORRECT_STRING,)
 
 
 def write(events: Iterable[LockEvent]) -> None:
@@ -118,21 +117,15 @@ def write(events: Iterable[LockEvent]) -> None:
     #
     # What is in ``more`` changes the same rows again.
     with undivided(connection), transaction.atomic(connection.alias), connection.cursor() as cursor:
-        for batch in [sorted(rows.values(), key=_order), *more]:
+        for batch in [[rows[ref] for ref in sorted(rows)], *more]:
             _upsert(connection, cursor, batch)
-
-
-def _order(row: Row) -> Any:
-    """Return the place of a row among those of a transaction."""
-    return row["ref"]
 
 
 def _row(event: LockEvent, adapt: Callable[[datetime], Any]) -> Row:
     """Return what an event knows of a row, with texts that fit and with times of the database."""
     kind = event.kind
     at = event.at
-    known = vars(event)
-    facts = {name: known.get(name, default) for name, default in DEFAULTS.items()}
+    facts = {name: getattr(event, name, default) for name, default in DEFAULTS.items()}
     ref = event.token
     if kind in COUNTED:
         facts["last_at"] = at
