@@ -72,8 +72,7 @@ def reading(*, even_if_off: bool = False) -> Iterator[None]:
         with savepoint:
             yield
     except Error as error:
-        text = f"The history cannot be read: {in_words(error)}."
-        text += remedy(error)
+        text = f"The history cannot be read: {in_words(error)}.{remedy(error)}"
         raise NoHistory(text) from error
 
 
@@ -204,7 +203,8 @@ class TaskLockEventQuerySet(models.QuerySet[Any]):
     ) -> TaskLockEventQuerySet:
         """Return the first rows of the parts of a window in the order of :func:`newest_first`.
 
-        They are ``limit`` rows at most; of each part at most as many are read.
+        They are ``limit`` rows at most; of each part at most as many are read. A window with an end
+        has a start.
         """
         rows: set[Any] = set()
         for part in parts:
@@ -217,9 +217,7 @@ class TaskLockEventQuerySet(models.QuerySet[Any]):
             return found.newest()
         times = []
         for column in HAPPENED:
-            in_window = Q(**{f"{column}__lt": end})
-            if start is not None:
-                in_window &= Q(**{f"{column}__gte": start})
+            in_window = Q(**{f"{column}__gte": start, f"{column}__lt": end})
             times.append(models.When(in_window, then=column))
         # What did not happen in the window has no such time, and comes last, by its begin.
         happened = models.Case(*times)

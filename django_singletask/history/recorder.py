@@ -282,11 +282,11 @@ class Writer(Background):
             self.lost += 1
         if not self.has_warned and now >= warn_at:
             self.has_warned = True
-            text = f"The lock history cannot be written; tasks are not affected{consequence}"
-            text += f" ({in_words(error)})."
-            text += remedy(error)
-            text += " To stop recording, set SINGLETASK_HISTORY = 'off'."
-            logger.warning(text)
+            logger.warning(
+                f"The lock history cannot be written; tasks are not affected{consequence} "
+                f"({in_words(error)}).{remedy(error)} To stop recording, set "
+                "SINGLETASK_HISTORY = 'off'."
+            )
 
     def succeed(self) -> None:
         """Note that events were written, and log the end of a failure."""
