@@ -89,9 +89,10 @@ def check_cache(**kwargs: Any) -> Messages:
     cache = open_cache(alias)
     try:
         path, reason = choose(cache)
-        stores = {path: load_store(path) for path in conf.stores.values()}
-        if path in stores:
-            _try_to_open(stores[path], cache)
+        for own in conf.stores.values():
+            store = load_store(own)
+            if own == path:
+                _try_to_open(store, cache)
     except ImproperlyConfigured as error:
         return [_message("E018", error, "Correct SINGLETASK_STORES, or remove it.")]
     if path == f"{LocMemStore.__module__}.LocMemStore":
