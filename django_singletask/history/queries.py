@@ -164,9 +164,7 @@ class TaskLockEventQuerySet(models.QuerySet[Any]):
         """Keep the rows of locks with one of these names, the newest first."""
         return self.filter(name__in=names).newest()
 
-    def parts_within(
-        self, start: datetime, end: datetime | None = None
-    ) -> list[TaskLockEventQuerySet]:
+    def parts_within(self, start: datetime, end: datetime | None) -> list[TaskLockEventQuerySet]:
         """Return the rows whose time meets a window, in parts, each the newest first.
 
         The time of a row is from its begin to the last thing that happened, and that of an open
@@ -223,13 +221,8 @@ class TaskLockEventQuerySet(models.QuerySet[Any]):
         happened = models.Case(*times)
         return found.order_by(happened.desc(nulls_last=True), "-at")
 
-    def older_than(self, seconds: float | None = None) -> TaskLockEventQuerySet:
-        """Keep the rows in which nothing happened for so many seconds, except those of open holds.
-
-        The default is ``SINGLETASK_HISTORY_DAYS``.
-        """
-        if seconds is None:
-            seconds = conf.history_days * 86_400
+    def older_than(self, seconds: float) -> TaskLockEventQuerySet:
+        """Keep the rows in which nothing happened for so many seconds, but no open hold."""
         cutoff = django_now() - timedelta(seconds=seconds)
         return self.filter(happened_at__lt=cutoff).exclude(kind="run", outcome="")
 

@@ -92,9 +92,9 @@ def write_here() -> None:
 
 def write_all() -> None:
     """Write events until none is left, or until the database is down."""
-    is_reachable = True
-    while writer.events and is_reachable:
-        is_reachable = writer.write_some()
+    while writer.events:
+        if not writer.write_some():
+            return
 
 
 def end_request(**kwargs: Any) -> None:
@@ -293,8 +293,7 @@ class Writer(Background):
         if self.has_warned or self.lost:
             lost = self.lost
             self.lost = 0  # before the log line: other threads may raise it meanwhile
-            text = "The lock history can be written again; events not recorded: %d."
-            logger.warning(text, lost)
+            logger.warning("The lock history can be written again; events not recorded: %d.", lost)
         self.has_warned = False
         self.failing_since = None
 

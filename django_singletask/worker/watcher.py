@@ -128,8 +128,7 @@ class Watcher(Background):
 
         With an old epoch the process would wait for a second before its first lock.
         """
-        next_look_at = epoch_of(conf.cache).seen_at + LEARN_EVERY
-        if clock.now() < next_look_at:
+        if clock.now() < epoch_of(conf.cache).seen_at + LEARN_EVERY:
             return
         with suppress(Exception):  # if the cache is down, the next lock reports the outage
             look_at_epoch()
@@ -169,8 +168,7 @@ class Watcher(Background):
                 if time.monotonic() < give_up_at:
                     left.append((give_up_at, free_lock))
         if failure is not None and not self.free_failed:  # logged once per outage
-            text = "The locks of killed runs are not freed yet; trying again: %s"
-            logger.warning(text, failure)
+            logger.warning("The locks of killed runs are not freed yet; trying again: %s", failure)
         self.free_failed = failure is not None
         self.to_free = left
         connections.close_all()
