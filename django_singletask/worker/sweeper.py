@@ -62,5 +62,5 @@ sweeper = Sweeper()
 
 @worker_ready.connect
 def begin(**kwargs: Any) -> None:
-    """Start to sweep; Celery calls this again after each lost connection to the broker."""
+    """Start to sweep."""
     sweeper.begin()

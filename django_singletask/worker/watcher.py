@@ -61,8 +61,7 @@ class Accepted:
             return None  # the run itself has failed with this error
         if key == NO_LOCK:
             return None
-        quiet = not options.lock_history
-        return LockRef(conf.cache, *key, task=task.name, quiet=quiet), options
+        return LockRef(conf.cache, *key, task=task.name, quiet=not options.lock_history), options
 
     def free(self, ref: LockRef, slots: int, proof: str) -> None:
         """Free the lock of a process that is dead, as the ``proof`` says, and its queued call."""
@@ -105,7 +104,6 @@ class Watcher(Background):
 
     name = "singletask-watcher"
     someone_died = False
-    timer: Any = None
     free_failed = False
 
     def __init__(self) -> None:
@@ -185,7 +183,7 @@ def has_processes(consumer: Any) -> bool:
 
 @worker_ready.connect
 def watch_pool(sender: Any, **kwargs: Any) -> None:
-    """Start to watch the processes; Celery calls this again after each lost connection."""
+    """Start to watch the processes."""
     watcher.begin()
     if has_processes(sender) and sender.hub:
         # The pool itself replaces a dead process only within 5 seconds. Without a hub (filesystem
@@ -195,6 +193,4 @@ def watch_pool(sender: Any, **kwargs: Any) -> None:
                 watcher.someone_died = False
                 sender.pool.maintain_pool()
 
-        if watcher.timer is not None:
-            watcher.timer.cancel()
-        watcher.timer = sender.hub.call_repeatedly(CHECK, replace)
+        sender.hub.call_repeatedly(CHECK, replace)
