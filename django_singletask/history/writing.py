@@ -129,7 +129,6 @@ def _row(event: LockEvent, adapt: Callable[[datetime], Any]) -> Row:
     ref = event.token
     if kind in COUNTED:
         facts["last_at"] = at
-        ref = ""
         if event.blocked_by:
             ref = f"{event.blocked_by}:{event.reason}:{event.result}"
             if event.was_waiting:
