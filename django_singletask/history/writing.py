@@ -174,6 +174,7 @@ def _upsert(connection: Any, cursor: Any, rows: list[Row]) -> None:
     vendor = connection.vendor
     table = quote(TaskLockEvent._meta.db_table)
     columns = ", ".join(map(quote, DEFAULTS))
+    insert = f"INSERT INTO {table} AS old ({columns})"
     changes = ", ".join(f"{name} = {rule.format(name)}" for name, rule in RULES.items())
     conflict = "ON CONFLICT (ref) DO UPDATE SET"
     lines = [list(row.values()) for row in rows]  # in the order of DEFAULTS
@@ -183,20 +184,17 @@ def _upsert(connection: Any, cursor: Any, rows: list[Row]) -> None:
         # clean() leaves no control characters, so JSON escapes only quotes and backslashes, as
         # PostgreSQL reads them.
         arrays = ", ".join(f"%s::{field.db_type(connection)}[]" for field in fields)
-        source = f"INTO {table} AS old ({columns}) SELECT * FROM unnest({arrays})"
         arguments = []
         for values in zip(*lines, strict=True):
             text = json.dumps(values, ensure_ascii=False, default=str)
             arguments.append(f"{{{text[1:-1]}}}")
-        cursor.execute(f"INSERT {source} {conflict} {changes}", arguments)
+        cursor.execute(f"{insert} SELECT * FROM unnest({arrays}) {conflict} {changes}", arguments)
         return
     marks = ", ".join(["%s"] * len(DEFAULTS))
     if vendor == "mysql":
-        alias = ""
+        insert = f"INSERT INTO {table} ({columns})"
         conflict = "ON DUPLICATE KEY UPDATE"
         changes = re.sub(r"excluded\.(\w+)", r"VALUES(\1)", changes).replace("old.", "")
     else:
-        alias = "AS old"
         changes = changes.replace("LEAST(", "MIN(").replace("GREATEST(", "MAX(")
-    into = f"INTO {table} {alias} ({columns})"
-    cursor.executemany(f"INSERT {into} VALUES ({marks}) {conflict} {changes}", lines)
+    cursor.executemany(f"{insert} VALUES ({marks}) {conflict} {changes}", lines)
