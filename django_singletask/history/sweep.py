@@ -69,10 +69,9 @@ def sweep() -> None:
                 for start in range(0, len(of_cache), BATCH):
                     _check(cache, of_cache[start : start + BATCH])
             except Exception as error:  # continue with the rows of other caches
-                logger.warning(
-                    "Open history rows of the cache %r cannot be checked: %s", cache, error
-                )
-        for _deleted in prune(limit=SWEPT):
+                text = "Open history rows of the cache %r cannot be checked: %s"
+                logger.warning(text, cache, error)
+        for _deleted in prune(older_than=conf.history_days * 86_400, limit=SWEPT):
             pass  # each step of the iterator deletes a batch
 
 
@@ -95,22 +94,13 @@ def _check(cache: str, rows: Sequence[TaskLockEvent]) -> None:
             _check_entry(ref, entry, row)
         elif row.was_left:
             end = row.at + timedelta(seconds=row.timeout)
-            ref.tell(
-                "released",
-                row.holder(),
-                at=end,
-                outcome="released",
-                reason="nobody received it",
-            )
+            reason = "nobody received it"
+            ref.tell("released", row.holder(), at=end, outcome="released", reason=reason)
         elif row.noticed_at is None:
             newly_missing.append(row.pk)
         elif ago(row.noticed_at) >= row.timeout:
-            logger.warning(
-                "%s: the lease of a run on %s, process %s, ended without a release.",
-                row.key,
-                row.host,
-                row.pid,
-            )
+            text = "%s: the lease of a run on %s, process %s, ended without a release."
+            logger.warning(text, row.key, row.host, row.pid)
             ref.tell("expired", row.holder(), reason="its lease ended without a release")
     still_open = TaskLockEvent.objects.primary().filter(outcome="")
     still_open.filter(pk__in=newly_missing).update(noticed_at=now())
@@ -131,16 +121,12 @@ def _check_entry(ref: LockRef, entry: Entry, row: TaskLockEvent) -> None:
         ref.free_dead(entry, holder, proof)
 
 
-def prune(
-    batch: int = 1000, *, older_than: float | None = None, limit: int = sys.maxsize
-) -> Iterator[int]:
-    """Delete rows older than ``older_than`` seconds (default ``SINGLETASK_HISTORY_DAYS``).
+def prune(batch: int = 1000, *, older_than: float, limit: int = sys.maxsize) -> Iterator[int]:
+    """Delete rows older than ``older_than`` seconds.
 
     This deletes at most ``limit`` rows, in small batches, each in a separate transaction. It yields
     the number of rows of each batch.
     """
-    if older_than is None:
-        older_than = conf.history_days * 86_400
     rows = TaskLockEvent.objects.primary()
     old = rows.older_than(older_than).order_by("happened_at")
     rest = old
