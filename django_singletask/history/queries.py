@@ -267,9 +267,12 @@ class TaskLockEventQuerySet(models.QuerySet[Any]):
 
     def _among(self, field: str, values: Iterable[str], where: Sequence[str] = ()) -> list[Any]:
         wanted = [value for value in dict.fromkeys(values) if value]
-        batches = (wanted[start : start + BATCH] for start in range(0, len(wanted), BATCH))
         rows = self.extra(where=where).order_by()
-        return [row for batch in batches for row in rows.filter(**{f"{field}__in": batch})]
+        found: list[Any] = []
+        for start in range(0, len(wanted), BATCH):
+            batch = wanted[start : start + BATCH]
+            found += rows.filter(**{f"{field}__in": batch})
+        return found
 
     def name_of_key(self, key: str) -> str:
         """Return the name that belongs to a key, or "" if the newest rows do not have the key.
@@ -278,7 +281,7 @@ class TaskLockEventQuerySet(models.QuerySet[Any]):
         keys, so the rows of that task, or of that name, are read.
         """
         readable = key.removeprefix(QUEUED).removeprefix(PREFIX)
-        task_or_name, _colon, _hash = readable.rpartition(":")
+        task_or_name = readable.rpartition(":")[0]
         for rows in (self.of_task(task_or_name), self.named(task_or_name)):
             for other, name in rows.values_list("key", "name")[:NEWEST]:
                 if other == key:
@@ -311,7 +314,7 @@ class TaskLockEventQuerySet(models.QuerySet[Any]):
         lengths = []
         with suppress(NoHistory), reading():
             for outcome, result, at, ended_at in newest:
-                if outcome == "released" and result == "returned" and ended_at is not None:
+                if outcome == "released" and result == "returned":
                     lengths.append(max(0.0, (ended_at - at).total_seconds()))
         if not lengths:
             return None
