@@ -116,8 +116,9 @@ def write(events: Iterable[LockEvent]) -> None:
     #   other:         changes b ...... waits for a
     #
     # What is in ``more`` changes the same rows again.
+    in_order = [rows[ref] for ref in sorted(rows)]
     with undivided(connection), transaction.atomic(connection.alias), connection.cursor() as cursor:
-        for batch in [[rows[ref] for ref in sorted(rows)], *more]:
+        for batch in [in_order, *more]:
             _upsert(connection, cursor, batch)
 
 

@@ -61,7 +61,8 @@ class Accepted:
             return None  # the run itself has failed with this error
         if key == NO_LOCK:
             return None
-        return LockRef(conf.cache, *key, task=task.name, quiet=not options.lock_history), options
+        quiet = not options.lock_history
+        return LockRef(conf.cache, *key, task=task.name, quiet=quiet), options
 
     def free(self, ref: LockRef, slots: int, proof: str) -> None:
         """Free the lock of a process that is dead, as the ``proof`` says, and its queued call."""
@@ -126,7 +127,8 @@ class Watcher(Background):
 
         With an old epoch the process would wait for a second before its first lock.
         """
-        if clock.now() < epoch_of(conf.cache).seen_at + LEARN_EVERY:
+        next_look_at = epoch_of(conf.cache).seen_at + LEARN_EVERY
+        if clock.now() < next_look_at:
             return
         with suppress(Exception):  # if the cache is down, the next lock reports the outage
             look_at_epoch()
