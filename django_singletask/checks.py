@@ -202,10 +202,10 @@ def _shared(number: str, loss: str, hint: str, *excluded: type) -> Messages:
         other_store = find_store(other)
         if other_store is not None and other_store.places & store.places:
             users.append(f"CACHES[{other!r}]")
-    if not users and alias == "default":
-        users = ["other code"]
     if not users:
-        return []
+        if alias != "default":
+            return []
+        users = ["other code"]
     who = " and ".join(users)
     text = f"The locks in CACHES[{alias!r}] are on {store.place}, also used by {who}: {loss}"
     return [_message(number, text, hint)]
