@@ -17,9 +17,8 @@ class SingletaskConfig(AppConfig):
 
     def ready(self) -> None:
         # Imported here, because these modules import models.
-        from django_singletask import checks
+        from django_singletask import checks  # noqa: F401, it registers its functions
         from django_singletask.history import recorder
         from django_singletask.worker import startup, sweeper  # noqa: F401, they connect signals
 
-        checks.register()
         recorder.connect()

@@ -1,4 +1,7 @@
-"""System checks of the cache, the settings and the options of each task."""
+"""System checks of the cache, the settings and the options of each task.
+
+None of them opens a connection.
+"""
 
 from __future__ import annotations
 
@@ -60,15 +63,6 @@ SWITCHES = (
 """The settings that are on or off: the id of the message, the name, and an example."""
 
 
-def register() -> None:
-    """Add the checks to those of ``manage.py check``; none of them opens a connection."""
-    checks.register(check_cache, checks.Tags.caches)
-    checks.register(check_deployment, checks.Tags.caches, deploy=True)
-    checks.register(check_history, "singletask")
-    checks.register(check_settings, "singletask")
-    checks.register(check_tasks, "singletask")
-
-
 def run() -> Messages:
     """Return the messages that matter when a worker starts."""
     return [*check_cache(), *check_settings(), *check_tasks()]
@@ -83,6 +77,7 @@ def _message(number: str, text: str | Exception, hint: str, obj: str | None = No
     return message(f"{text}", hint=hint, obj=obj, id=f"django_singletask.{number}")
 
 
+@checks.register(checks.Tags.caches)
 def check_cache(**kwargs: Any) -> Messages:
     """Check that ``SINGLETASK_CACHE`` can hold locks."""
     alias = conf.cache
@@ -94,9 +89,10 @@ def check_cache(**kwargs: Any) -> Messages:
     cache = open_cache(alias)
     try:
         path, reason = choose(cache)
-        stores = {path: load_store(path) for path in conf.stores.values()}
-        if path in stores:
-            _try_to_open(stores[path], cache)
+        for own in conf.stores.values():
+            store = load_store(own)
+            if own == path:
+                _try_to_open(store, cache)
     except ImproperlyConfigured as error:
         return [_message("E018", error, "Correct SINGLETASK_STORES, or remove it.")]
     if path == f"{LocMemStore.__module__}.LocMemStore":
@@ -170,6 +166,7 @@ def _try_to_open(store: type[Store], cache: Any) -> None:
         cache.close()  # diskcache, for example, opens files before it is used
 
 
+@checks.register("singletask")
 def check_history(**kwargs: Any) -> Messages:
     """Check that those who write to the history's SQLite file wait for each other."""
     alias = router.db_for_write(TaskLockEvent)
@@ -205,15 +202,16 @@ def _shared(number: str, loss: str, hint: str, *excluded: type) -> Messages:
         other_store = find_store(other)
         if other_store is not None and other_store.places & store.places:
             users.append(f"CACHES[{other!r}]")
-    if not users and alias == "default":
-        users = ["other code"]
     if not users:
-        return []
+        if alias != "default":
+            return []
+        users = ["other code"]
     who = " and ".join(users)
     text = f"The locks in CACHES[{alias!r}] are on {store.place}, also used by {who}: {loss}"
     return [_message(number, text, hint)]
 
 
+@checks.register("singletask")
 def check_settings(**kwargs: Any) -> Messages:
     """Check the other ``SINGLETASK_…`` settings."""
     found = []
@@ -246,6 +244,7 @@ def _wrong(number: str, name: str, rule: str, example: str) -> Any:
     return _message(number, text, f"Set {setting} to {example}, or remove it.")
 
 
+@checks.register("singletask")
 def check_tasks(**kwargs: Any) -> Messages:
     """Check the lock options of every registered :class:`SingletonTask`."""
     import_tasks()
@@ -256,9 +255,9 @@ def check_tasks(**kwargs: Any) -> Messages:
 def _of_task(task: SingletonTask) -> Messages:
     """Return the messages about the options of a task; valid options may get warnings."""
     found = [_of_problem(task, *problem) for problem in LockOptions.problems_of(task)]
-    if found:
-        return found + _of_annotations(task)
-    return _of_annotations(task) + _of_slots(task) + _of_lease(task)
+    if not found:
+        found = _of_slots(task) + _of_lease(task)
+    return found + _of_annotations(task)
 
 
 def _of_problem(task: SingletonTask, names: tuple[str, ...], error: Exception) -> Any:
@@ -342,6 +341,7 @@ def _of_acks_late(what: str, option: str, task: str | None = None) -> Any:
     return _message("W004", f"{what} without {option}: {loss}", hint, task)
 
 
+@checks.register(checks.Tags.caches, deploy=True)
 def check_deployment(**kwargs: Any) -> Messages:
     """Check what matters on a production server (``check --deploy``)."""
     return _shared(

@@ -72,8 +72,7 @@ def reading(*, even_if_off: bool = False) -> Iterator[None]:
         with savepoint:
             yield
     except Error as error:
-        text = f"The history cannot be read: {in_words(error)}."
-        text += remedy(error)
+        text = f"The history cannot be read: {in_words(error)}.{remedy(error)}"
         raise NoHistory(text) from error
 
 
@@ -165,9 +164,7 @@ class TaskLockEventQuerySet(models.QuerySet[Any]):
         """Keep the rows of locks with one of these names, the newest first."""
         return self.filter(name__in=names).newest()
 
-    def parts_within(
-        self, start: datetime, end: datetime | None = None
-    ) -> list[TaskLockEventQuerySet]:
+    def parts_within(self, start: datetime, end: datetime | None) -> list[TaskLockEventQuerySet]:
         """Return the rows whose time meets a window, in parts, each the newest first.
 
         The time of a row is from its begin to the last thing that happened, and that of an open
@@ -204,7 +201,8 @@ class TaskLockEventQuerySet(models.QuerySet[Any]):
     ) -> TaskLockEventQuerySet:
         """Return the first rows of the parts of a window in the order of :func:`newest_first`.
 
-        They are ``limit`` rows at most; of each part at most as many are read.
+        They are ``limit`` rows at most; of each part at most as many are read. A window with an end
+        has a start.
         """
         rows: set[Any] = set()
         for part in parts:
@@ -217,21 +215,14 @@ class TaskLockEventQuerySet(models.QuerySet[Any]):
             return found.newest()
         times = []
         for column in HAPPENED:
-            in_window = Q(**{f"{column}__lt": end})
-            if start is not None:
-                in_window &= Q(**{f"{column}__gte": start})
+            in_window = Q(**{f"{column}__gte": start, f"{column}__lt": end})
             times.append(models.When(in_window, then=column))
         # What did not happen in the window has no such time, and comes last, by its begin.
         happened = models.Case(*times)
         return found.order_by(happened.desc(nulls_last=True), "-at")
 
-    def older_than(self, seconds: float | None = None) -> TaskLockEventQuerySet:
-        """Keep the rows in which nothing happened for so many seconds, except those of open holds.
-
-        The default is ``SINGLETASK_HISTORY_DAYS``.
-        """
-        if seconds is None:
-            seconds = conf.history_days * 86_400
+    def older_than(self, seconds: float) -> TaskLockEventQuerySet:
+        """Keep the rows in which nothing happened for so many seconds, but no open hold."""
         cutoff = django_now() - timedelta(seconds=seconds)
         return self.filter(happened_at__lt=cutoff).exclude(kind="run", outcome="")
 
@@ -276,9 +267,12 @@ class TaskLockEventQuerySet(models.QuerySet[Any]):
 
     def _among(self, field: str, values: Iterable[str], where: Sequence[str] = ()) -> list[Any]:
         wanted = [value for value in dict.fromkeys(values) if value]
-        batches = (wanted[start : start + BATCH] for start in range(0, len(wanted), BATCH))
         rows = self.extra(where=where).order_by()
-        return [row for batch in batches for row in rows.filter(**{f"{field}__in": batch})]
+        found: list[Any] = []
+        for start in range(0, len(wanted), BATCH):
+            batch = wanted[start : start + BATCH]
+            found += rows.filter(**{f"{field}__in": batch})
+        return found
 
     def name_of_key(self, key: str) -> str:
         """Return the name that belongs to a key, or "" if the newest rows do not have the key.
@@ -287,7 +281,7 @@ class TaskLockEventQuerySet(models.QuerySet[Any]):
         keys, so the rows of that task, or of that name, are read.
         """
         readable = key.removeprefix(QUEUED).removeprefix(PREFIX)
-        task_or_name, _colon, _hash = readable.rpartition(":")
+        task_or_name = readable.rpartition(":")[0]
         for rows in (self.of_task(task_or_name), self.named(task_or_name)):
             for other, name in rows.values_list("key", "name")[:NEWEST]:
                 if other == key:
@@ -320,7 +314,7 @@ class TaskLockEventQuerySet(models.QuerySet[Any]):
         lengths = []
         with suppress(NoHistory), reading():
             for outcome, result, at, ended_at in newest:
-                if outcome == "released" and result == "returned" and ended_at is not None:
+                if outcome == "released" and result == "returned":
                     lengths.append(max(0.0, (ended_at - at).total_seconds()))
         if not lengths:
             return None

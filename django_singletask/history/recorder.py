@@ -92,9 +92,9 @@ def write_here() -> None:
 
 def write_all() -> None:
     """Write events until none is left, or until the database is down."""
-    is_reachable = True
-    while writer.events and is_reachable:
-        is_reachable = writer.write_some()
+    while writer.events:
+        if not writer.write_some():
+            return
 
 
 def end_request(**kwargs: Any) -> None:
@@ -282,19 +282,18 @@ class Writer(Background):
             self.lost += 1
         if not self.has_warned and now >= warn_at:
             self.has_warned = True
-            text = f"The lock history cannot be written; tasks are not affected{consequence}"
-            text += f" ({in_words(error)})."
-            text += remedy(error)
-            text += " To stop recording, set SINGLETASK_HISTORY = 'off'."
-            logger.warning(text)
+            logger.warning(
+                f"The lock history cannot be written; tasks are not affected{consequence} "
+                f"({in_words(error)}).{remedy(error)} To stop recording, set "
+                "SINGLETASK_HISTORY = 'off'."
+            )
 
     def succeed(self) -> None:
         """Note that events were written, and log the end of a failure."""
         if self.has_warned or self.lost:
             lost = self.lost
             self.lost = 0  # before the log line: other threads may raise it meanwhile
-            text = "The lock history can be written again; events not recorded: %d."
-            logger.warning(text, lost)
+            logger.warning("The lock history can be written again; events not recorded: %d.", lost)
         self.has_warned = False
         self.failing_since = None
 

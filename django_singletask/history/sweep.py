@@ -71,7 +71,7 @@ def sweep() -> None:
             except Exception as error:  # continue with the rows of other caches
                 text = "Open history rows of the cache %r cannot be checked: %s"
                 logger.warning(text, cache, error)
-        for _deleted in prune(limit=SWEPT):
+        for _deleted in prune(older_than=conf.history_days * 86_400, limit=SWEPT):
             pass  # each step of the iterator deletes a batch
 
 
@@ -121,10 +121,8 @@ def _check_entry(ref: LockRef, entry: Entry, row: TaskLockEvent) -> None:
         ref.free_dead(entry, holder, proof)
 
 
-def prune(
-    batch: int = 1000, *, older_than: float | None = None, limit: int = sys.maxsize
-) -> Iterator[int]:
-    """Delete rows older than ``older_than`` seconds (default ``SINGLETASK_HISTORY_DAYS``).
+def prune(batch: int = 1000, *, older_than: float, limit: int = sys.maxsize) -> Iterator[int]:
+    """Delete rows older than ``older_than`` seconds.
 
     This deletes at most ``limit`` rows, in small batches, each in a separate transaction. It yields
     the number of rows of each batch.

@@ -84,8 +84,7 @@ def is_outage(error: Exception) -> bool:
     kinds = (db.OperationalError, db.InterfaceError, db.InternalError, db.ProgrammingError)
     if not isinstance(error, kinds):
         return False
-    is_text_invalid = error.args[:1] == (INCORRECT_STRING,)
-    return not is_text_invalid
+    return error.args[:1] != (INCORRECT_STRING,)
 
 
 def write(events: Iterable[LockEvent]) -> None:
@@ -117,26 +116,20 @@ def write(events: Iterable[LockEvent]) -> None:
     #   other:         changes b ...... waits for a
     #
     # What is in ``more`` changes the same rows again.
+    in_order = [rows[ref] for ref in sorted(rows)]
     with undivided(connection), transaction.atomic(connection.alias), connection.cursor() as cursor:
-        for batch in [sorted(rows.values(), key=_order), *more]:
+        for batch in [in_order, *more]:
             _upsert(connection, cursor, batch)
-
-
-def _order(row: Row) -> Any:
-    """Return the place of a row among those of a transaction."""
-    return row["ref"]
 
 
 def _row(event: LockEvent, adapt: Callable[[datetime], Any]) -> Row:
     """Return what an event knows of a row, with texts that fit and with times of the database."""
     kind = event.kind
     at = event.at
-    known = vars(event)
-    facts = {name: known.get(name, default) for name, default in DEFAULTS.items()}
+    facts = {name: getattr(event, name, default) for name, default in DEFAULTS.items()}
     ref = event.token
     if kind in COUNTED:
         facts["last_at"] = at
-        ref = ""
         if event.blocked_by:
             ref = f"{event.blocked_by}:{event.reason}:{event.result}"
             if event.was_waiting:
@@ -182,6 +175,7 @@ def _upsert(connection: Any, cursor: Any, rows: list[Row]) -> None:
     vendor = connection.vendor
     table = quote(TaskLockEvent._meta.db_table)
     columns = ", ".join(map(quote, DEFAULTS))
+    insert = f"INSERT INTO {table} AS old ({columns})"
     changes = ", ".join(f"{name} = {rule.format(name)}" for name, rule in RULES.items())
     conflict = "ON CONFLICT (ref) DO UPDATE SET"
     lines = [list(row.values()) for row in rows]  # in the order of DEFAULTS
@@ -191,20 +185,17 @@ def _upsert(connection: Any, cursor: Any, rows: list[Row]) -> None:
         # clean() leaves no control characters, so JSON escapes only quotes and backslashes, as
         # PostgreSQL reads them.
         arrays = ", ".join(f"%s::{field.db_type(connection)}[]" for field in fields)
-        source = f"INTO {table} AS old ({columns}) SELECT * FROM unnest({arrays})"
         arguments = []
         for values in zip(*lines, strict=True):
             text = json.dumps(values, ensure_ascii=False, default=str)
             arguments.append(f"{{{text[1:-1]}}}")
-        cursor.execute(f"INSERT {source} {conflict} {changes}", arguments)
+        cursor.execute(f"{insert} SELECT * FROM unnest({arrays}) {conflict} {changes}", arguments)
         return
     marks = ", ".join(["%s"] * len(DEFAULTS))
     if vendor == "mysql":
-        alias = ""
+        insert = f"INSERT INTO {table} ({columns})"
         conflict = "ON DUPLICATE KEY UPDATE"
         changes = re.sub(r"excluded\.(\w+)", r"VALUES(\1)", changes).replace("old.", "")
     else:
-        alias = "AS old"
         changes = changes.replace("LEAST(", "MIN(").replace("GREATEST(", "MAX(")
-    into = f"INTO {table} {alias} ({columns})"
-    cursor.executemany(f"INSERT {into} VALUES ({marks}) {conflict} {changes}", lines)
+    cursor.executemany(f"{insert} VALUES ({marks}) {conflict} {changes}", lines)

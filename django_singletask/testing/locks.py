@@ -187,11 +187,17 @@ class _Elsewhere(_StandIn):
         holder: Holder = self.enable()
         return holder
 
-    def _add(self, alias: str, keys: Sequence[str], holder: Holder) -> Holder:
-        """Add the holder's entries; return the holder, or the one that is there from elsewhere."""
-        self._store, self._keys, self._value = self.memory.open_store(alias), keys, holder.encode()
+    def _add(self, ref: LockRef, keys: Sequence[str], seconds: float) -> Holder:
+        """Add entries of a holder without a process, so that it never counts as dead.
+
+        Return the holder, or the one that is there from elsewhere.
+        """
+        holder = without_process(ref.holder(seconds), seconds, host=ELSEWHERE)
+        self._store = self.memory.open_store(ref.cache)
+        self._keys = keys
+        self._value = holder.encode()
         for key in keys:
-            entry = self._store.add(key, self._value, holder.timeout)
+            entry = self._store.add(key, self._value, seconds)
             if entry is not None:
                 holder = Holder.decode(entry.value)
                 if holder.host != ELSEWHERE:
@@ -234,15 +240,10 @@ class hold(_Elsewhere):
         lock = _lock(task, args, kwargs)
         name = task.name if isinstance(task, SingletonTask) else None
         ref = LockRef(lock.cache or conf.cache, lock.name, lock.key, name, str(uuid.uuid4()))
-        return self._add(ref.cache, ref.lock_key.slots(lock.slots), _elsewhere(ref, DAY))
+        return self._add(ref, ref.lock_key.slots(lock.slots), DAY)
 
     def _refusal(self, holder: Holder, entry: Entry) -> Exception:
         return LockConflict(holder.name, holder, entry.remaining)
-
-
-def _elsewhere(ref: LockRef, seconds: float) -> Holder:
-    """Return the record of a holder without a process, so that it never counts as dead."""
-    return without_process(ref.holder(seconds), seconds, host=ELSEWHERE)
 
 
 def _lock(task: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TaskLock:
@@ -288,7 +289,7 @@ class queued(_Elsewhere):
         if key == NO_LOCK:
             raise ValueError(f"queued(): this call of {task.name} has no lock, so no duplicates.")
         ref = LockRef(conf.cache, *key, task=task.name, task_id=str(uuid.uuid4())).beside(QUEUED)
-        return self._add(ref.cache, [ref.key], _elsewhere(ref, options.blocks_for))
+        return self._add(ref, [ref.key], options.blocks_for)
 
     def _refusal(self, holder: Holder, entry: Entry) -> Exception:
         return DuplicateTask(holder.name, holder.task_id or "")

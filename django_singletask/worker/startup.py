@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 import time
-from contextlib import suppress
 from typing import Any
 
 from celery import signals
@@ -118,7 +117,7 @@ def load(**kwargs: Any) -> None:
     """Prepare the main process before it has threads and forks the processes of the pool.
 
     Read the epoch of the cache. The processes of the pool inherit the epoch, so they notice if the
-    cache restarts before their first task. If the cache is down, the first lock reports that.
+    cache restarts before their first task.
 
     Import the modules that the threads of the main process need. A process that is forked while a
     thread imports a module inherits that module's lock, but not the thread that would free it. Its
@@ -129,8 +128,9 @@ def load(**kwargs: Any) -> None:
       next process:                                      imports the store: waits
     """
     try:
-        with suppress(LockUnavailable):
-            look_at_epoch()
+        look_at_epoch()
+    except LockUnavailable:
+        pass  # the first lock reports that
     # The server may be a node of a cluster that does not fit, or its client may not be installed.
     except (ImproperlyConfigured, ImportError) as error:
         if not os.environ.get("CELERY_SKIP_CHECKS"):

@@ -38,8 +38,7 @@ def try_to_sweep(*, failed_before: bool = False) -> bool:
     Return whether this sweep failed. Its error is logged, unless the sweep before failed as well.
     """
     try:
-        is_its_turn = history.take_turn()
-        if is_its_turn:
+        if history.take_turn():
             with suppress(CannotList):  # a key function hides which entries are locks
                 get_store(conf.cache).purge()
             if conf.history != "off":
@@ -63,5 +62,5 @@ sweeper = Sweeper()
 
 @worker_ready.connect
 def begin(**kwargs: Any) -> None:
-    """Start to sweep; Celery calls this again after each lost connection to the broker."""
+    """Start to sweep."""
     sweeper.begin()

@@ -105,7 +105,6 @@ class Watcher(Background):
 
     name = "singletask-watcher"
     someone_died = False
-    timer: Any = None
     free_failed = False
 
     def __init__(self) -> None:
@@ -169,8 +168,7 @@ class Watcher(Background):
                 if time.monotonic() < give_up_at:
                     left.append((give_up_at, free_lock))
         if failure is not None and not self.free_failed:  # logged once per outage
-            text = "The locks of killed runs are not freed yet; trying again: %s"
-            logger.warning(text, failure)
+            logger.warning("The locks of killed runs are not freed yet; trying again: %s", failure)
         self.free_failed = failure is not None
         self.to_free = left
         connections.close_all()
@@ -187,7 +185,7 @@ def has_processes(consumer: Any) -> bool:
 
 @worker_ready.connect
 def watch_pool(sender: Any, **kwargs: Any) -> None:
-    """Start to watch the processes; Celery calls this again after each lost connection."""
+    """Start to watch the processes."""
     watcher.begin()
     if has_processes(sender) and sender.hub:
         # The pool itself replaces a dead process only within 5 seconds. Without a hub (filesystem
@@ -197,6 +195,4 @@ def watch_pool(sender: Any, **kwargs: Any) -> None:
                 watcher.someone_died = False
                 sender.pool.maintain_pool()
 
-        if watcher.timer is not None:
-            watcher.timer.cancel()
-        watcher.timer = sender.hub.call_repeatedly(CHECK, replace)
+        sender.hub.call_repeatedly(CHECK, replace)

@@ -39,7 +39,7 @@ def test_statements_of_prune_do_not_grow():
     for _ in range(20):
         ran(31 * 86_400)
     with CaptureQueriesContext(connection) as queries:
-        assert sum(prune(batch=2)) == 20
+        assert sum(prune(batch=2, older_than=86_400)) == 20
     lengths = [len(query["sql"]) for query in queries if query["sql"].startswith("SELECT")]
     for alike in (lengths[1::2], lengths[2::2]):  # for conflicts, and for old rows
         assert max(alike) - min(alike) < 10

@@ -245,21 +245,23 @@ def test_entries_are_read_in_batches():
 # Old rows
 
 
-def test_sweep_prunes():
-    ran(31 * 86_400)
+@pytest.mark.parametrize("days", [7, 30])
+def test_sweep_prunes(settings, days):
+    settings.SINGLETASK_HISTORY_DAYS = days
+    ran((days + 1) * 86_400)
+    ran((days - 1) * 86_400)
     history.sweep()
-    assert not TaskLockEvent.objects.exists()
+    assert TaskLockEvent.objects.count() == 1
 
 
-def test_prune_deletes_what_is_too_old_in_batches(settings):
-    settings.SINGLETASK_HISTORY_DAYS = 7
+def test_prune_deletes_what_is_too_old_in_batches():
     old = timezone.now() - timedelta(days=8)
     event = {"name": "n", "key": "k", "at": old}
     rows = [new(kind="conflict", ref=f"c{n}", **event) for n in range(25)]
     TaskLockEvent.objects.bulk_create(rows)
     save(kind="conflict", ref="new", **{**event, "at": timezone.now()})
     save(kind="run", ref="t", **event)
-    assert [*history.prune(batch=10)] == [10, 10, 5]
+    assert [*history.prune(batch=10, older_than=7 * 86_400)] == [10, 10, 5]
     assert TaskLockEvent.objects.count() == 2
 
 

@@ -79,8 +79,6 @@ def outcome_of(event: LockEvent) -> str:
         return "lost"
     if event.result:
         return event.result
-    if event.outcome:
-        return event.outcome
     return event.kind
 
 
