@@ -290,14 +290,10 @@ class RedisStore(Store):
         """Return the address and the database, for people."""
         server = self.options.get("path")
         if not server:
-            host = self.options.get("host")
-            if not host:
-                host = getattr(pool, "service_name", None)  # of Sentinel
+            service = getattr(pool, "service_name", None)  # of Sentinel
+            host = self.options.get("host", service)
             server = address(host, self.options.get("port", 6379))
-        database = self.options.get("db")
-        if not database:
-            database = 0
-        return f"{server} database {database}"
+        return f"{server} database {self.options.get('db', 0)}"
 
     def make_client(self) -> Any:
         if hasattr(self.cache, "client"):  # of django-redis or django-valkey
@@ -507,8 +503,7 @@ class RedisStore(Store):
         connection.waiting = watch(connection._sock)  # noqa: SLF001
         # The parser looks into its buffer and then at the socket. The client's can_read() calls it,
         # but first makes the text of an error that there may be.
-        parser = connection._parser  # noqa: SLF001
-        connection.has_more = getattr(parser, "can_read", connection.can_read)
+        connection.has_more = connection._parser.can_read  # noqa: SLF001
         connection.send_command("INFO", "server")
         try:
             facts = connection.read_response(disable_decoding=True)
