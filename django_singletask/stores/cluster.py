@@ -88,7 +88,6 @@ class Node(RedisStore):
         self.cache_alias = cluster.cache_alias
         self.client_errors = cluster.client_errors
         self.connect = cluster.connect
-        self.epoch = cluster.epoch
         self.errors = cluster.errors
         self.patience = cluster.patience
         self.pools = cluster.pools
