@@ -59,6 +59,7 @@ from django_singletask.conf import check_installed, conf
 from django_singletask.exceptions import LockUnavailable
 from django_singletask.forks import at_fork, leak
 from django_singletask.stores.base import TIMEOUT, Store
+from django_singletask.stores.cluster import ClusterStore
 from django_singletask.stores.database import DIALECTS
 from django_singletask.stores.epoch import epochs
 from django_singletask.stores.keys import LONGEST_KEY
@@ -81,8 +82,6 @@ STORES = {
 }
 """The class of the store, as seen from here, by the class of the cache, its client, or a base."""
 
-IN_CLUSTER = f"{__name__}.cluster.ClusterStore"
-"""The store that replaces a RedisStore whose server is a node of a cluster."""
 BRACES = 'its KEY_PREFIX or KEY_FUNCTION puts "{" into the keys'
 """A cluster chooses the node by what follows the first "{", not by the tag of the group."""
 SOCKET = "its server is a node of a cluster, whose nodes are not reached by a Unix socket"
@@ -215,7 +214,7 @@ def open_store(alias: str) -> Store:
             raise _unfit(alias, SOCKET)
         if has_braces(cache):
             raise _unfit(alias, BRACES)
-        return load_store(IN_CLUSTER)(cache, alias)
+        return ClusterStore(cache, alias)
     return store
 
 
@@ -242,7 +241,7 @@ def _is_in_cluster(store: RedisStore, cache: Any) -> bool:
 
 def _has_map(cache: Any, alias: str) -> bool:
     """Return whether one of the servers knows the map of a cluster."""
-    store: Any = load_store(IN_CLUSTER)(cache, alias)
+    store = ClusterStore(cache, alias)
     store.limit(TIMEOUT)
     try:
         store.read_map()

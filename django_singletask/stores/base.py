@@ -85,8 +85,7 @@ class Slots(NamedTuple):
         """Return whether an earlier delivery of the same message has one of these entries."""
         if not self.mark:
             return False
-        own = [entry for entry in entries if self.mark in entry.value]
-        return len(own) > 0
+        return any(self.mark in entry.value for entry in entries)
 
 
 class Outcome(enum.Enum):
@@ -360,9 +359,9 @@ class Store(ABC):
         """
         outcomes = self._extend(requests)
         try:
-            for i, (key, value, lease) in enumerate(requests):
+            for i, request in enumerate(requests):
                 if outcomes[i] is Outcome.GONE:
-                    outcomes[i] = self._take_again(key, value, lease)
+                    outcomes[i] = self._take_again(*request)
             if Outcome.TAKEN in outcomes:
                 # Perhaps nobody here has seen the change yet.
                 self.look([key for key, _, _ in requests])

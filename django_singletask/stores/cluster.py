@@ -38,9 +38,6 @@ PAUSE = 0.05
 NEVER_PROMOTED = b"master_replid2:0000000000000000"
 """How the line of INFO begins of a node that was no replica before."""
 ASKING = bool, "ASKING"
-# What all nodes have in common.
-SHARED = ["cache", "cache_alias", "client_errors", "connect", "epoch", "errors", "patience"]
-SHARED += ["pools", "refusals"]
 
 
 class Map:
@@ -85,10 +82,16 @@ class Node(RedisStore):
     in_cluster = True
 
     def __init__(self, cluster: ClusterStore, where: str) -> None:
-        for name in SHARED:
-            setattr(self, name, getattr(cluster, name))
         self.cluster = cluster
         self.where = where
+        self.cache = cluster.cache
+        self.cache_alias = cluster.cache_alias
+        self.client_errors = cluster.client_errors
+        self.connect = cluster.connect
+        self.errors = cluster.errors
+        self.patience = cluster.patience
+        self.pools = cluster.pools
+        self.refusals = cluster.refusals
         self.places = frozenset({where})
         host, _, port = where.rpartition(":")  # an IPv6 host has colons
         self.options = cluster.options | {"host": host, "port": int(port)}
@@ -260,8 +263,12 @@ class ClusterStore(RedisStore):
         The node at ``where`` is asked first if it ``answers``, and otherwise last.
         """
         nodes = self.map
-        # The address that equals "where" comes last, or in the reverse order first.
-        for each in sorted(nodes.addresses.union(self.seeds), key=where.__eq__, reverse=answers):
+        order = [*nodes.addresses.union(self.seeds) - {where}]
+        if answers:
+            order.insert(0, where)
+        elif where:
+            order.append(where)
+        for each in order:
             try:
                 read = partial(self._owners, each)
                 (owners,) = Node(self, each).ask((read, "CLUSTER", "SLOTS"))

@@ -95,12 +95,13 @@ class DatabaseStore(Store):
         super().__init__(cache, alias)
         self.alias = router.db_for_write(cache.cache_model_class)
         self.connection: Any = connections.create_connection(self.alias)
+        self.vendor = self.connection.vendor
         # Change options that the project chose for its own queries: without autocommit, other
         # processes would not see the locks; and each store would block a connection of the pool.
         chosen = self.connection.settings_dict
         options = dict(chosen["OPTIONS"])
         options.pop("pool", None)
-        if self.connection.vendor == "postgresql":
+        if self.vendor == "postgresql":
             options = POSTGRESQL.limits(TIMEOUT) | options
         self.connection.settings_dict = {**chosen, "AUTOCOMMIT": True, "OPTIONS": options}
         # Another thread may close the store. inc_thread_sharing() would allow that, too, but then
@@ -112,7 +113,6 @@ class DatabaseStore(Store):
         # Python 3.14 calls the handler there: https://github.com/python/cpython/issues/148874
         self.connection.validate_thread_sharing = lambda: None  # type: ignore[method-assign]
         close_before_forks(self.connection)
-        self.vendor = self.connection.vendor
         self.table = cache._table  # noqa: SLF001 - LOCATION; Django has no public name for it
         self.places = frozenset({f"table {self.table} of DATABASES[{self.alias!r}]"})
         self.quoted = self.connection.ops.quote_name(self.table)
@@ -305,5 +305,4 @@ def trouble(error: Exception) -> str:
     match = SQLITE_ERRORS.search(str(error))
     if match is None:
         return ""
-    word = match.lastgroup  # the name of the group that matched
-    return str(word)
+    return str(match.lastgroup)  # the name of the group that matched

@@ -97,7 +97,7 @@ class MemcachedStore(Store):
         taken = super().take(slots, value, lease, heeds_epoch=heeds_epoch)
         # The key of a slot that was taken is a str; without one, take() returns a dict.
         if heeds_epoch and isinstance(taken, str):
-            self._read_epoch_after_add(taken, value)
+            self._read_epoch_after_add(taken)
             try:
                 self.epoch.check()
             except Forgotten:
@@ -105,8 +105,8 @@ class MemcachedStore(Store):
                 raise
         return taken
 
-    def _read_epoch_after_add(self, key: str, value: bytes) -> None:
-        """Note the epoch that the server has now, after this entry was added."""
+    def _read_epoch_after_add(self, key: str) -> None:
+        """Note the epoch that the server has now, after the entry of this key was added."""
         self.look()
 
     def change(self, key: str, old: bytes, new: bytes, lease: float | None) -> Outcome:
@@ -200,10 +200,10 @@ class MemcachedStore(Store):
             return reply
 
 
-def _client_class(pylibmc_client: Any, epoch: bytes | None) -> Any:
+def _client_class(pylibmc_client: Any, always: list[bytes]) -> Any:
     """Return the class of a store's clients.
 
-    ``epoch`` is the cache key of the epoch if there is one server only, and otherwise None.
+    ``always`` has the cache key of the epoch if there is one server only, and otherwise nothing.
     """
 
     class Client(pylibmc_client):  # type: ignore[misc]
@@ -219,12 +219,10 @@ def _client_class(pylibmc_client: Any, epoch: bytes | None) -> Any:
         # a new connection, a get alone may call the entry of a server that hangs missing, too.
 
         def get_multi(self, names: list[bytes]) -> Any:
-            asked = {*names}
-            if epoch is not None:
-                asked.add(epoch)
+            asked = {*names, *always}
             while True:
                 found = super().get_multi([*asked])
-                if found and epoch is not None:
+                if found and always:
                     return found
                 missing = asked.difference(found)
                 there = [name for name in missing if self.get(name) is not None]
@@ -239,10 +237,10 @@ class PyLibMCStore(MemcachedStore):
 
     def __init__(self, cache: Any, alias: str) -> None:
         super().__init__(cache, alias)
-        epoch = None
+        always = []
         if len(cache.client_servers) == 1:
-            epoch = self._name(EPOCH)
-        client_class = _client_class(cache._class, epoch)  # noqa: SLF001 - it is pylibmc.Client
+            always.append(self._name(EPOCH))
+        client_class = _client_class(cache._class, always)  # noqa: SLF001 - it is pylibmc.Client
         options = dict(cache._options)  # noqa: SLF001
         # Without behaviors, pylibmc 1.6 prints 30 errors on Python 3.13.
         options.setdefault("behaviors", {})
@@ -300,7 +298,7 @@ class PyMemcacheStore(MemcachedStore):
         self.client = cache._class(cache.client_servers, **options)  # noqa: SLF001
         self.clients = self.client.clients
         self.last_added: dict[Any, Any] = {}
-        """The last entry that was taken, by its name and bytes.
+        """The last entry that was read after an add, by its name and bytes.
 
         Its facts are the cas number, the connection, and until when the number is used.
         """
@@ -324,15 +322,14 @@ class PyMemcacheStore(MemcachedStore):
     # A renewal changes the number. Then the server refuses the old number, and the release reads
     # the new one.
 
-    def _read_epoch_after_add(self, key: str, value: bytes) -> None:
+    def _read_epoch_after_add(self, key: str) -> None:
         name = self._name(key)
         epoch = self._name(EPOCH)
         found = self._ask("gets_many", [name, epoch])
         sock = getattr(self.client, "sock", None)  # None of several servers, or of a pool
         if sock is not None and name in found:
             present, cas = found[name]
-            if present == value:
-                self.last_added = {(name, value): (cas, sock, clock.now() + FRESH)}
+            self.last_added = {(name, present): (cas, sock, clock.now() + FRESH)}
         if epoch in found:
             self.epoch.see(found[epoch][0])
         else:

@@ -290,14 +290,10 @@ class RedisStore(Store):
         """Return the address and the database, for people."""
         server = self.options.get("path")
         if not server:
-            host = self.options.get("host")
-            if not host:
-                host = getattr(pool, "service_name", None)  # of Sentinel
+            service = getattr(pool, "service_name", None)  # of Sentinel
+            host = self.options.get("host", service)
             server = address(host, self.options.get("port", 6379))
-        database = self.options.get("db")
-        if not database:
-            database = 0
-        return f"{server} database {database}"
+        return f"{server} database {self.options.get('db', 0)}"
 
     def make_client(self) -> Any:
         if hasattr(self.cache, "client"):  # of django-redis or django-valkey
@@ -319,7 +315,7 @@ class RedisStore(Store):
         return {"": self.client}
 
     def set_timeouts(self, seconds: float) -> None:
-        self.options = self.options | dict.fromkeys(TIMEOUTS, seconds)
+        self.options |= dict.fromkeys(TIMEOUTS, seconds)
         self.patience = 0.0
         # Without these options a connection is tried once.
         for name in ("retry", "retry_on_error", "retry_on_timeout"):
@@ -355,7 +351,6 @@ class RedisStore(Store):
         this raises the error. ``takes``: raise Forgotten if the cache has just forgotten its locks.
         """
         user = None
-        kept = None
         lasts = True
         loads = False
         self.was_sent_twice = False
@@ -379,9 +374,6 @@ class RedisStore(Store):
                     if takes and clock.now() < self.epoch.changed_at + HOLD_BACK:
                         self.epoch.check()
                     replies = self._exchange(connection, requests)
-                    if lasts:
-                        kept = connection
-                    return replies
                 except BaseException as error:
                     connection.disconnect()
                     if isinstance(error, self.errors.NoScriptError) and not loads:
@@ -396,9 +388,11 @@ class RedisStore(Store):
                     lasts = again is connection
                     connection = again
                     self.was_sent_twice = True
+                else:
+                    if lasts:
+                        self.connections.append(connection)
+                    return replies
         finally:
-            if kept is not None:
-                self.connections.append(kept)
             del user
 
     def _load_scripts(self, connection: Any) -> None:
@@ -422,12 +416,10 @@ class RedisStore(Store):
             else:
                 replies.append(read(reply))
         try:
-            has_more = connection.has_more(0)
+            if connection.has_more(0):
+                raise ValueError("another reply")
         except (self.errors.ConnectionError, OSError):  # the server has closed it after its reply
             connection.disconnect()
-            return replies
-        if has_more:
-            raise ValueError("another reply")
         return replies
 
     def _concerns_all(self, refusal: Exception) -> bool:
@@ -507,8 +499,7 @@ class RedisStore(Store):
         connection.waiting = watch(connection._sock)  # noqa: SLF001
         # The parser looks into its buffer and then at the socket. The client's can_read() calls it,
         # but first makes the text of an error that there may be.
-        parser = connection._parser  # noqa: SLF001
-        connection.has_more = getattr(parser, "can_read", connection.can_read)
+        connection.has_more = connection._parser.can_read  # noqa: SLF001
         connection.send_command("INFO", "server")
         try:
             facts = connection.read_response(disable_decoding=True)

@@ -15,6 +15,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, suppress
 from itertools import pairwise
 from typing import Any, TypeVar
@@ -81,31 +82,27 @@ def _key(name: str) -> str:
 def _in_threads(work: Callable[[int, threading.Barrier], T]) -> list[T]:
     """Call ``work(number, barrier)`` in several threads; the barrier breaks if one fails."""
     barrier = threading.Barrier(WORKERS)
-    results: dict[int, T] = {}
-    errors: list[BaseException] = []
 
-    def run(number: int) -> None:
+    def run(number: int) -> T:
         try:
-            results[number] = work(number, barrier)
-        except BaseException as error:
-            errors.append(error)
+            return work(number, barrier)
+        except BaseException:
             barrier.abort()
+            raise
         finally:
             close_stores()
 
-    threads = [threading.Thread(target=run, args=(number,)) for number in range(WORKERS)]
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)  # so that they meet in the middle of a request
     try:
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(WORKERS) as pool:
+            futures = [pool.submit(run, number) for number in range(WORKERS)]
     finally:
         sys.setswitchinterval(interval)
+    errors = [*filter(None, [future.exception() for future in futures])]
     if errors:
         raise min(errors, key=lambda error: isinstance(error, threading.BrokenBarrierError))
-    return [results[number] for number in range(WORKERS)]
+    return [future.result() for future in futures]
 
 
 def _in_processes(
@@ -800,7 +797,7 @@ class StoreContract:
         """It has no thread that would finish the request, and perhaps a copy of its lock."""
         if not hasattr(os, "fork") or not self.between_processes:
             pytest.skip("this system has no forks, or the store has no use for them")
-        opened, stop, errors = threading.Event(), threading.Event(), list[Exception]()
+        opened, stop = threading.Event(), threading.Event()
 
         def use() -> None:
             try:
@@ -808,8 +805,6 @@ class StoreContract:
                     self.store.add(KEY, A, 60)
                     self.store.release(KEY, A)
                     opened.set()
-            except Exception as error:
-                errors.append(error)
             finally:
                 opened.set()
                 close_stores()
@@ -822,16 +817,15 @@ class StoreContract:
         for _ in range(2):
             opened.clear()
             stop.clear()
-            thread = threading.Thread(target=use)
-            thread.start()
-            try:
-                opened.wait(GIVE_UP)
+            with ThreadPoolExecutor(1) as pool:
+                user = pool.submit(use)
                 # Stop after the forks: a busy writer leaves an SQLite file to nobody for seconds.
-                _in_processes(use_in_child, meanwhile=stop.set)
-            finally:
-                stop.set()
-                thread.join()
-        assert not errors
+                try:
+                    opened.wait(GIVE_UP)
+                    _in_processes(use_in_child, meanwhile=stop.set)
+                finally:
+                    stop.set()
+            user.result()
 
     # A cache that forgets
 
@@ -896,9 +890,12 @@ class StoreContract:
             lambda: store.release(KEY, A),
             lambda: store.clear(KEY, A, 60),
         ]
-        requests += [lambda: store.fence(KEY, A)] if self.fences else []
-        requests += [lambda: list(store.entries())] if self.lists else []
-        requests += [store.look] if self.forgets else []
+        if self.fences:
+            requests.append(lambda: store.fence(KEY, A))
+        if self.lists:
+            requests.append(lambda: list(store.entries()))
+        if self.forgets:
+            requests.append(store.look)
         with broken:
             for request in requests:
                 with pytest.raises(LockUnavailable) as caught:
