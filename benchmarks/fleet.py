@@ -139,7 +139,7 @@ def hops_after_conflicts(lease: float) -> list[list[float]]:
     """Return samples of the seconds of the first hop, of the second, and so on."""
     app = celery.Celery(broker="memory://", set_as_current=False)
     behind: Any = SimpleNamespace(length=lease, blocker=None, free_in=math.inf)
-    return [[hop(app, behind, FIRST_HOP, hops) for _ in range(200)] for hops in range(12)]
+    return [[hop(app, behind, FIRST_HOP, hops, math.inf) for _ in range(200)] for hops in range(12)]
 
 
 def restart(processes: int, costs: Costs, seed: int = 14) -> tuple[float, float]:
