@@ -305,6 +305,20 @@ def signal_after_take(error: BaseException) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def signal_while_entering(handle: Callable[[], object]) -> Iterator[None]:
+    """Let a signal handler run once, where the block of a lock that was received begins."""
+    signals, keep = [handle], renewal.Renewer.keep
+
+    def keep_and_strike(renewer: renewal.Renewer, held: lease.Lease) -> None:
+        keep(renewer, held)
+        while signals:
+            signals.pop()()
+
+    with mock.patch.object(renewal.Renewer, "keep", keep_and_strike):
+        yield
+
+
 def hurry_cancelled_calls(patch: pytest.MonkeyPatch) -> None:
     """Let a cancelled call of asyncio code hardly wait for the reply to its request."""
     patch.setattr(locking, "GRACE", 0.05)

@@ -197,7 +197,7 @@ class TaskLock:
         origin = here()
         try:
             lease = self._reserve(wait, origin, in_block)
-            if not lease.held and lease.take() is not None:
+            if not lease.taken_at and lease.take() is not None:
                 return self._meet_conflict(lease)
             self.key = lease.key
             if in_block:
@@ -214,7 +214,7 @@ class TaskLock:
         attempts = None
         try:
             lease = self._reserve(wait, origin, in_block)
-            if not lease.held:
+            if not lease.taken_at:
                 attempts = Attempts(lease)
                 if await attempts.take() is not None:
                     # The receivers of its event may write into a database.

@@ -73,8 +73,7 @@ class _Memory:
         for alias, renewer in [*renewal.renewers.items()]:
             for lease in renewer.held():
                 lease.taken_at -= seconds
-                if lease.began_at is not None:
-                    lease.began_at -= seconds
+                lease.began_at -= seconds
                 if lease.renews and not lease.lost:
                     renewed.add((alias, lease.key))
                 else:

@@ -134,6 +134,13 @@ class TestReceiving:
         with lock:  # as with any other object after its use
             assert lock.owned()
 
+    def test_a_signal_handler_frees_it_for_good_while_a_block_begins(self):
+        """Taken again, it would have the token and the fencing token of its first acquisition."""
+        lock = TaskLock.receive(handed_over())
+        with inside.signal_while_entering(lock.release), lock:
+            assert not lock
+            assert not lock.locked()
+
     def test_it_can_be_handed_over_again(self, cache_alias):
         first = handed_over()
         with TaskLock.receive(first) as lock:
