@@ -197,6 +197,7 @@ class TaskLock:
         origin = here()
         try:
             lease = self._reserve(wait, origin, in_block)
+            # What was received is not taken again, also if a signal handler has released it.
             if not lease.taken_at and lease.take() is not None:
                 return self._meet_conflict(lease)
             self.key = lease.key

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import time
 from collections.abc import Callable
@@ -299,8 +300,8 @@ class TestOperators:
     def test_why_says_who_handed_it_over_and_for_how_long_it_waits(self):
         handed_over(for_=600)
         text = " ".join(locks("why", "nightly").split())
-        assert "held handed over 0s ago by code outside a task on " in text
-        assert "; free in 9m 59s unless received before" in text
+        assert re.search(r"held handed over \d+s ago by code outside a task on ", text)
+        assert re.search(r"; free in 9m \d+s unless received before", text)
 
     def test_why_knows_it_where_the_cache_cannot_list(self, settings, empty_cache):
         settings.SINGLETASK_CACHE = "pymemcache"
