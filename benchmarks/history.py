@@ -106,7 +106,7 @@ def server_time() -> float:
     seconds = 0.0
     for pid in started:
         folder = Path(f"/proc/{pid}")
-        with suppress(FileNotFoundError):  # it has ended meanwhile
+        with suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
             if (folder / "comm").read_text() == "postgres\n":
                 seconds += int((folder / "schedstat").read_text().split()[0]) / 1e9
     return seconds
