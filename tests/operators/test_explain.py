@@ -413,11 +413,13 @@ def test_task_is_summed_up(empty_cache):
         lines += [
             f"  held       {TASK}(feed_id={feed}): held, for 1m {40 - feed}s by task id{feed} on "
             "web-3, process 8121 (another host or container: not known whether it is alive)",
-            "  lease      1m, renewed 30s ago, ends in 29s unless renewed",
+            "  lease      1m, renewed … ago, ends in … unless renewed",
             f"  stop       celery -A tests.testapp control terminate SIGTERM id{feed}",
             f"  free       manage.py locks clear {feed}",
         ]
-    assert explained("import_feed").splitlines() == [
+    # The server's clock goes on, and tells the rest of a lease.
+    text = re.sub(r"(renewed|ends in) \d+s", r"\1 …", explained("import_feed"))
+    assert text.splitlines() == [
         f"{TASK}: 6 locks held",
         *lines,
         "  held       and 1 more",
