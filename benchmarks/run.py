@@ -1,6 +1,6 @@
 """Measure django-singletask, its alternatives, and the floor.
 
-    pip install -e ".[bench]"
+    pip install -e . --group bench
     python benchmarks/run.py [--quick] [--only PART] [--beside TREE]
 
 Starts servers on free ports, and writes benchmarks/RESULTS.rst and the picture of the README.
