@@ -20,7 +20,7 @@ django.setup()
 project = "django-singletask"
 copyright = "the authors of django-singletask"
 release = django_singletask.__version__
-extensions = ["sphinx.ext.autodoc"]
+extensions = ["sphinx.ext.autodoc", "sphinx_copybutton", "notfound.extension", "sphinxext.opengraph"]
 if "READTHEDOCS" in os.environ:  # elsewhere a build needs no network
     extensions.append("sphinx.ext.intersphinx")
 intersphinx_mapping = {
@@ -42,10 +42,19 @@ if repository:
         "source_branch": "main",
         "source_directory": "docs/",
     }
+copybutton_exclude = ".linenos, .gp, .go"  # neither prompts nor what a command prints
+# What a chat shows of a link to a page.
+ogp_site_url = os.environ.get("READTHEDOCS_CANONICAL_URL", "/")
+ogp_image = "_images/held.png"
+ogp_image_alt = "The admin page of the locks that are held now"
+ogp_enable_meta_description = True
+ogp_social_cards = {"enable": False}
 html_static_path = ["_static"]
 html_css_files = ["tables.css"]
 html_js_files = ["accessible.js"]
-nitpicky = False
+nitpicky = True
+# Of other projects, or of a signature.
+nitpick_ignore_regex = [("py:class", r"(celery|collections|datetime)\..*|(.*\.)?[PR]")]
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_default_options = {"members": True}
@@ -65,5 +74,16 @@ def plain_signature(app: Any, what: str, name: str, thing: Any, *rest: Any) -> A
     return str(inspect.Signature(parameters)), None
 
 
+def public_name(app: Any, env: Any, node: Any, content: Any) -> Any:
+    """Find the names of the package itself that docstrings of its modules use."""
+    name = node.get("reftarget")
+    if name not in django_singletask.__all__:
+        return None
+    python = env.get_domain("py")
+    name = f"django_singletask.{name}"
+    return python.resolve_xref(env, node["refdoc"], app.builder, "obj", name, node, content)
+
+
 def setup(app: Any) -> None:
+    app.connect("missing-reference", public_name)
     app.connect("autodoc-process-signature", plain_signature)

@@ -1,6 +1,6 @@
 """Replace the locks in the tests of a project, without a server, a database or a worker.
 
-:mod:`django_singletask.testing.stores` tests a store that a project adds.
+``django_singletask.testing.stores`` tests a store that a project adds.
 """
 
 from __future__ import annotations
