@@ -20,7 +20,8 @@ django.setup()
 project = "django-singletask"
 copyright = "the authors of django-singletask"
 release = django_singletask.__version__
-extensions = ["sphinx.ext.autodoc", "sphinx_copybutton", "notfound.extension", "sphinxext.opengraph"]
+extensions = ["sphinx.ext.autodoc"]
+extensions += ["sphinx_copybutton", "notfound.extension", "sphinxext.opengraph"]
 if "READTHEDOCS" in os.environ:  # elsewhere a build needs no network
     extensions.append("sphinx.ext.intersphinx")
 intersphinx_mapping = {
