@@ -13,9 +13,12 @@ from django_singletask.holder import Holder
 from django_singletask.locks.lock import TaskLock, current_lock
 from django_singletask.locks.only_one import only_one
 from django_singletask.task.base import SingletonTask
+from django_singletask.task.decorator import singleton_task
+from django_singletask.task.options import CallOptions
 from django_singletask.version import VERSION as __version__  # noqa: F401, for users
 
 __all__ = [
+    "CallOptions",
     "DuplicateTask",
     "Holder",
     "LockConflict",
@@ -26,4 +29,5 @@ __all__ = [
     "TaskLock",
     "current_lock",
     "only_one",
+    "singleton_task",
 ]

@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import partialmethod
-from typing import Any
+from typing import TYPE_CHECKING, Any, Self
 
 from celery import Celery, Task, current_app
 from celery.contrib.django.task import DjangoTask
@@ -34,6 +34,8 @@ from django_singletask.task.options import (
     GUIDE,
     NAMES,
     Attributes,
+    CallOptions,
+    LockOn,
     LockOptions,
     unknown_options,
 )
@@ -100,10 +102,25 @@ CHAIN_RUNS = 2
 ``SingletonTask`` runs, which will end at Celery's."""
 
 
-class SingletonTask(Attributes, DjangoTask):  # type: ignore[type-arg] # it is not generic at run time
+if TYPE_CHECKING:
+    from typing_extensions import ParamSpec, TypeVar
+
+    P = ParamSpec("P", default=...)
+    R_co = TypeVar("R_co", covariant=True, default=Any)
+    Base = DjangoTask
+else:
+    from typing import ParamSpec, TypeVar
+
+    P = ParamSpec("P")
+    R_co = TypeVar("R_co", covariant=True)
+    Base = {(P, R_co): DjangoTask}  # Celery's class has type parameters only for type checkers
+
+
+class SingletonTask(Attributes, Base[P, R_co]):
     """A task that runs only once at a time for the same arguments.
 
-    Use it as ``@shared_task(base=SingletonTask)``. A message, ``.apply()`` and a direct call
+    Use it as ``@shared_task(base=SingletonTask)``, or as ``@singleton_task``, which tells type
+    checkers the parameters of the task. A message, ``.apply()`` and a direct call
     ``task(...)`` take the lock; ``task.run(...)`` runs only the body. Set the options below in
     the decorator or on a subclass, or for one call in
     ``apply_async(..., lock_options={"on_conflict": "raise"})``.
@@ -146,18 +163,23 @@ class SingletonTask(Attributes, DjangoTask):  # type: ignore[type-arg] # it is n
 
     abstract = True
 
-    stores_started = False
+    # Methods of this class set these three.
+    lock_on: LockOn | None
+    lock_name: Any
+    on_skip: Any
+
+    stores_started: bool = False
     """Whether a delivery stores STARTED when its body begins; see started.py."""
 
-    _options_are_checked = False
+    _options_are_checked: bool = False
     """Whether the options have been checked since Celery has bound the task."""
 
     # Celery logs these errors without a traceback.
     throws: tuple[type[Exception], ...] = (LockConflict,)
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> SingletonTask:
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         # Not in __init__, which a task class may override without super().
-        task: SingletonTask = super().__new__(cls)
+        task = super().__new__(cls)
         vars(task)["_parameters"] = Parameters(inspect.signature(task.run))
         return task
 
@@ -223,7 +245,7 @@ class SingletonTask(Attributes, DjangoTask):  # type: ignore[type-arg] # it is n
         options = LockOptions.of(self)
         return options.lock(options.key(self, args, kwargs, partial=True), self.name)
 
-    def queued(self, /, *args: Any, **kwargs: Any) -> AsyncResult[Any] | None:
+    def queued(self, /, *args: Any, **kwargs: Any) -> AsyncResult[R_co] | None:
         """Return the result of a queued call with these arguments; None if there is none.
 
         This asks the cache, and the answer can be outdated when you use it. Raises ``TypeError``
@@ -252,9 +274,9 @@ class SingletonTask(Attributes, DjangoTask):  # type: ignore[type-arg] # it is n
         link_error: Any = None,
         shadow: str | None = None,
         *,
-        lock_options: Mapping[str, Any] | None = None,
+        lock_options: CallOptions | None = None,
         **options: Any,
-    ) -> AsyncResult[Any]:
+    ) -> AsyncResult[R_co]:
         """Send the task, with its lock's key in the message.
 
         The options are Celery's, and ``lock_options``: lock options for this call. With
@@ -282,7 +304,7 @@ class SingletonTask(Attributes, DjangoTask):  # type: ignore[type-arg] # it is n
             header = Header(task_id, self.name)
         merged = self._fill_in(header, args, kwargs, lock_options, options)
 
-        def publish() -> AsyncResult[Any]:
+        def publish() -> AsyncResult[R_co]:
             options["headers"] = header.into(options.get("headers"))
             return super(SingletonTask, self).apply_async(
                 args, kwargs, task_id=header.id, **options
@@ -334,7 +356,7 @@ class SingletonTask(Attributes, DjangoTask):  # type: ignore[type-arg] # it is n
             of_run.sent_again(delay, expires)
         return result
 
-    def delay_on_commit(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
+    def delay_on_commit(self, *args: P.args, **kwargs: P.kwargs) -> None:  # type: ignore[override]
         """Send the task when the transaction commits; a duplicate is dropped."""
         self.apply_async_on_commit(args, kwargs)
 
@@ -355,9 +377,9 @@ class SingletonTask(Attributes, DjangoTask):  # type: ignore[type-arg] # it is n
         args: Any = None,
         kwargs: Any = None,
         *rest: Any,
-        lock_options: Mapping[str, Any] | None = None,
+        lock_options: CallOptions | None = None,
         **options: Any,
-    ) -> EagerResult[Any]:
+    ) -> EagerResult[R_co]:
         """Run the task here and now, under its lock; see :meth:`apply_async`."""
         if lock_options:
             task_id = options.get("task_id")
@@ -439,7 +461,7 @@ class SingletonTask(Attributes, DjangoTask):  # type: ignore[type-arg] # it is n
         if task_id or self.request.id:
             super().update_state(task_id, *args, **kwargs)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R_co:
         """Run the body under its lock."""
         request: Any = self.request_stack.top
         # If there are other base classes behind this one with a __call__, this begins a chain of
@@ -450,7 +472,8 @@ class SingletonTask(Attributes, DjangoTask):  # type: ignore[type-arg] # it is n
                 self._check_options()
             if request is not None:
                 request._protected = BODY_RUNS  # noqa: SLF001
-            return Delivery(self, None, Header("", self.name), call, args, kwargs).run()
+            result: R_co = Delivery(self, None, Header("", self.name), call, args, kwargs).run()
+            return result
         # A call by the worker or by apply(): the request is already pushed.
         header = Header.of(vars(request), request.id, self.name)
         if header is None:
@@ -470,7 +493,8 @@ class SingletonTask(Attributes, DjangoTask):  # type: ignore[type-arg] # it is n
             body = call
             request._protected = CHAIN_RUNS  # noqa: SLF001
         try:
-            return Delivery(self, request, header, body, args, kwargs).run()
+            result = Delivery(self, request, header, body, args, kwargs).run()
+            return result
         except TaskPredicate:
             raise
         except Exception:

@@ -12,16 +12,23 @@ from __future__ import annotations
 
 import difflib
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from inspect import iscoroutinefunction
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal, TypedDict, get_args
 
 from django_singletask.arguments import check_choice, check_seconds
 from django_singletask.conf import conf
 from django_singletask.exceptions import LockError
-from django_singletask.locks.keys import NO_LOCK, LockKey, call_key, check_slots, template_fields
+from django_singletask.locks.keys import (
+    NO_LOCK,
+    LockKey,
+    LockName,
+    call_key,
+    check_slots,
+    template_fields,
+)
 from django_singletask.locks.lock import TaskLock, lock_of_task
 from django_singletask.locks.parameters import Parameters
 from django_singletask.locks.ref import LockRef
@@ -39,18 +46,19 @@ SECONDS: dict[str, Limits] = {
 }
 """The options that are seconds, and what :func:`check_seconds` allows for each."""
 
-ON_CONFLICT = ("skip", "raise", "wait", "requeue")
-ON_OUTAGE = ("raise", "run", "skip")
-UNIQUE_UNTIL = (None, "start", "finish", "expiry")
-ON_DUPLICATE = ("return", "raise", "replace")
+OnConflict = Literal["skip", "raise", "wait", "requeue"]
+OnOutage = Literal["raise", "run", "skip"]
+UniqueUntil = Literal["start", "finish", "expiry"]
+OnDuplicate = Literal["return", "raise", "replace"]
+LockOn = list[str] | tuple[str, ...]
 UNIQUE_FOR = 3600
 """The seconds of ``unique_for`` where it is not set."""
 BOOLEANS = (True, False)
 CHOICES: dict[str, tuple[Any, ...]] = {
-    "on_conflict": ON_CONFLICT,
-    "on_outage": ON_OUTAGE,
-    "unique_until": UNIQUE_UNTIL,
-    "on_duplicate": ON_DUPLICATE,
+    "on_conflict": get_args(OnConflict),
+    "on_outage": get_args(OnOutage),
+    "unique_until": (None, *get_args(UniqueUntil)),
+    "on_duplicate": get_args(OnDuplicate),
     "lock_renew": BOOLEANS,
     "lock_history": BOOLEANS,
 }
@@ -113,19 +121,38 @@ class Attributes:
 
     lock_timeout: float | None = None
     lock_renew: bool = True
-    lock_on: Sequence[str] | None = None
-    lock_name: Any = None
-    on_conflict: str = "skip"
+    lock_on: LockOn | None = None
+    lock_name: Any = None  # also a method
+    on_conflict: OnConflict = "skip"
     lock_wait: float | None = None
     lock_at_least: float = 0
     lock_slots: int = 1
-    on_skip: Any = None
-    on_outage: str = "raise"
+    on_skip: Any = None  # also a method
+    on_outage: OnOutage = "raise"
     skip_result: Any = None
-    unique_until: str | None = None
+    unique_until: UniqueUntil | None = None
     unique_for: float | None = None
-    on_duplicate: str = "return"
+    on_duplicate: OnDuplicate = "return"
     lock_history: bool = True
+
+
+class CallOptions(TypedDict, total=False):
+    """The lock options that one call can have: ``apply_async(…, lock_options={…})``."""
+
+    lock_timeout: float | None
+    lock_renew: bool
+    lock_on: LockOn | None
+    lock_name: LockName | None
+    on_conflict: OnConflict
+    lock_wait: float | None
+    lock_at_least: float
+    lock_slots: int
+    on_outage: OnOutage
+    skip_result: Any
+    unique_until: UniqueUntil | None
+    unique_for: float | None
+    on_duplicate: OnDuplicate
+    lock_history: bool
 
 
 FIELDS = tuple(Attributes.__annotations__)

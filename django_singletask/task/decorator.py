@@ -1,0 +1,77 @@
+"""A decorator for tasks with a lock, whose parameters, result and options a type checker knows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import datetime
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, Unpack, overload
+
+from celery import shared_task
+
+from django_singletask.task.base import SingletonTask
+from django_singletask.task.options import CallOptions
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class TaskOptions(CallOptions, total=False):
+    """The options of a task in its decorator: those of its lock, and Celery's."""
+
+    base: type[SingletonTask]
+    on_skip: Callable[..., Any] | None
+
+    acks_late: bool
+    acks_on_failure_or_timeout: bool
+    autoregister: bool
+    autoretry_for: Sequence[type[BaseException]]
+    default_retry_delay: float
+    dont_autoretry_for: Sequence[type[BaseException]]
+    expires: float | datetime | None
+    ignore_result: bool
+    max_retries: int | None
+    name: str
+    priority: int | None
+    pydantic: bool
+    pydantic_context: dict[str, Any] | None
+    pydantic_dump_kwargs: dict[str, Any] | None
+    pydantic_strict: bool
+    queue: str
+    rate_limit: str | None
+    reject_on_worker_lost: bool
+    resultrepr_maxsize: int
+    retry_backoff: bool | int
+    retry_backoff_max: int
+    retry_jitter: bool
+    retry_kwargs: dict[str, Any]
+    send_events: bool
+    serializer: str
+    soft_time_limit: float
+    store_eager_result: bool
+    store_errors_even_if_ignored: bool
+    throws: tuple[type[Exception], ...]
+    time_limit: float
+    track_started: bool
+    trail: bool
+    typing: bool
+
+
+@overload
+def singleton_task(function: Callable[P, R], /) -> SingletonTask[P, R]: ...
+@overload
+def singleton_task(
+    *, bind: Literal[True], **options: Unpack[TaskOptions]
+) -> Callable[[Callable[Concatenate[Any, P], R]], SingletonTask[P, R]]: ...
+@overload
+def singleton_task(
+    *, bind: Literal[False] = False, **options: Unpack[TaskOptions]
+) -> Callable[[Callable[P, R]], SingletonTask[P, R]]: ...
+def singleton_task(
+    *function: Any, base: type[SingletonTask] = SingletonTask, **options: Any
+) -> Any:
+    """Do what ``@shared_task(base=SingletonTask)`` does, with the same options.
+
+    A type checker then knows the parameters and the result of the task, and refuses options that
+    do not exist. ``base`` can be a subclass of :class:`SingletonTask`.
+    """
+    return shared_task(*function, base=base, **options)
