@@ -22,6 +22,9 @@ class LockConflict(LockError):
 
     __slots__ = ("lock",)  # outside __dict__, which is pickled
 
+    holder: Holder | None
+    lock: Any
+
     def __init__(
         self,
         name: str,

@@ -44,9 +44,9 @@ class Threads:
         self.jobs: Any = queue.SimpleQueue()
         # Re-entrant: while a thread holds this lock, the garbage collector can close a coroutine,
         # which then adds a job.
-        self.counting = threading.RLock()
-        self.unfinished = 0
-        self.threads = 0
+        self.counting: threading.RLock = threading.RLock()
+        self.unfinished: int = 0
+        self.threads: int = 0
 
     def add(self, job: Callable[[], object]) -> None:
         with self.counting:
@@ -159,8 +159,8 @@ class Attempts:
 
     def __init__(self, lease: Lease) -> None:
         self.lease = lease
-        self.turn = threading.Lock()
-        self.is_over = False
+        self.turn: threading.Lock = threading.Lock()
+        self.is_over: bool = False
 
     async def take(self) -> Holder | None:
         """Take the entry as :meth:`Lease.take` does, without stopping the event loop."""

@@ -4,25 +4,82 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar, overload
+from collections.abc import Callable, Coroutine
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Protocol, TypedDict, TypeVar, overload
 
-from django_singletask.locks.keys import NO_LOCK, LockKey, name_key, named_key, template_fields
+from django_singletask.locks.keys import (
+    NO_LOCK,
+    LockKey,
+    LockName,
+    name_key,
+    named_key,
+    template_fields,
+)
 from django_singletask.locks.lock import TaskLock, conflict_of
 from django_singletask.locks.parameters import Parameters, refuse_deferred
 
+if TYPE_CHECKING:
+    from typing import Unpack
+
+    import typing_extensions
+
+    S = typing_extensions.TypeVar("S", default=None)
+
 P = ParamSpec("P")
 R = TypeVar("R")
+S_co = TypeVar("S_co", covariant=True)
+
+
+class OnlyOneOptions(TypedDict, total=False):
+    """The options of :func:`only_one`, but for those that say what a skipped call returns."""
+
+    key: LockName | None
+    timeout: float | None
+    renew: bool
+    wait: float
+    at_least: float
+    slots: int
+
+
+class Skipping(Protocol[S_co]):
+    """The decorator of functions whose skipped calls return another type."""
+
+    @overload
+    def __call__(
+        self, function: Callable[P, Coroutine[Any, Any, R]], /
+    ) -> Callable[P, Coroutine[Any, Any, R | S_co]]: ...
+    @overload
+    def __call__(self, function: Callable[P, R], /) -> Callable[P, R | S_co]: ...
 
 
 @overload
-def only_one(function: Callable[P, R]) -> Callable[P, R]: ...
+def only_one(
+    function: Callable[P, Coroutine[Any, Any, R]], /
+) -> Callable[P, Coroutine[Any, Any, R | None]]: ...
 @overload
-def only_one(**options: Any) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
-def only_one(  # type: ignore[misc] # mypy wants the overload to list all options
+def only_one(function: Callable[P, R], /) -> Callable[P, R | None]: ...
+@overload
+def only_one(
+    *, on_conflict: Literal["raise"], **options: Unpack[OnlyOneOptions]
+) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
+@overload
+def only_one(
+    *,
+    on_conflict: Literal["skip"] = "skip",
+    skip_result: S = ...,
+    **options: Unpack[OnlyOneOptions],
+) -> Skipping[S]: ...
+@overload
+def only_one(
+    *,
+    on_conflict: Literal["skip"] = "skip",
+    on_skip: Callable[..., Any],
+    **options: Unpack[OnlyOneOptions],
+) -> Skipping[Any]: ...
+def only_one(
     function: Callable[P, R] | None = None,
     *,
-    key: str | Callable[..., str | None] | None = None,
+    key: LockName | None = None,
     timeout: float | None = None,
     renew: bool = True,
     wait: float = 0,
@@ -108,7 +165,7 @@ def _guard(key: Any, make_lock: Any, on_skip: Any, skip_result: Any, function: A
     return call
 
 
-def _key_maker(function: Any, key: Any) -> Callable[[Any, Any], LockKey]:
+def _key_maker(function: Any, key: LockName | None) -> Callable[[Any, Any], LockKey]:
     """Return a function that makes the key of a call's lock, or NO_LOCK, from the arguments."""
     if hasattr(function, "apply_async") or hasattr(function, "enqueue"):
         raise TypeError(f"{function!r} is a task: put @only_one below @shared_task or @task.")

@@ -149,7 +149,7 @@ class Delivery:
     outage: LockUnavailable | None = None
     """The error of a cache that could not be used."""
     queued_call: QueuedCall | None = None
-    has_ended = False
+    has_ended: bool = False
     result: Any = None
     failure: BaseException | None = None
     """The result and the error of the body, when it has ended; or the error that kept it away."""
@@ -182,7 +182,7 @@ class Delivery:
         self.kwargs = kwargs
         self.options = options
         self.key = key
-        self.has_hopped = header.redelivered == READS
+        self.has_hopped: bool = header.redelivered == READS
         if request is not None and not header.redelivered:
             if request.delivery_info and request.delivery_info.get("redelivered"):
                 header.marked = True
@@ -192,8 +192,8 @@ class Delivery:
                     # It was delivered first. Each other delivery hops, and notes its end.
                     header.marked = True
                     self.has_hopped = True
-        self.again = header.marked or bool(header.redelivered)
-        self.ref = LockRef(
+        self.again: bool = header.marked or bool(header.redelivered)
+        self.ref: LockRef = LockRef(
             conf.cache,
             key.name,
             key.key,

@@ -42,7 +42,7 @@ class Header:
     task: str
     name: str | None = None  # of the lock
     key: str | None = None  # None: the worker computes it
-    options: dict | None = None  # type: ignore[type-arg] # the lock options of this call
+    options: dict[str, Any] | None = None  # the lock options of this call
     queued: str | None = None  # the duplicate entry (unique_until), as the producer added it
     token: str | None = None  # from the worker's main process, for one delivery; never sent on
     due: float | int = 0.0  # the earliest start as a Unix time, kept while postponed; 0: unknown
@@ -55,7 +55,7 @@ class Header:
     marked: bool = False  # the message may be a redelivery, but has not met its first run
     received: float | int = 0.0  # when the worker got this delivery (Unix time); never sent on
     # The place of the call among the calls that replace each other, until its body begins.
-    ticket: list | None = None  # type: ignore[type-arg]
+    ticket: list[Any] | None = None
     # The key of the call before retry() or replace() changed the arguments. The field is there from
     # signature_from_request to apply_async, which does not send it.
     was: str | None = None
@@ -129,7 +129,7 @@ class Header:
         self.requeued_at = 0.0
 
 
-TYPES = get_type_hints(Header)
+TYPES = {**get_type_hints(Header), "options": dict | None, "ticket": list | None}
 """The types of the fields, also in the message."""
 
 

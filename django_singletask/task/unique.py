@@ -86,17 +86,17 @@ class QueuedCall:
     added, replaced and deleted. While a call with ``"finish"`` runs, the entry is a lease.
     """
 
-    is_there = False
+    is_there: bool = False
     """Whether the entry of the queued call is there, as far as this process knows."""
-    value = b""
+    value: bytes = b""
     """The bytes of that entry."""
     running: Lease | None = None
     """The lease that a run with ``"finish"`` has instead."""
     ticket: Ticket | None = None
     """The place of the call among the calls that replace each other."""
-    series_end = 0.0
+    series_end: float = 0.0
     """When the series of the call ends, as a Unix time; 0: never."""
-    again_until = 0.0
+    again_until: float = 0.0
     """When the entry of the next try ends, after the call was sent again."""
     sender: QueuedCall | None = None
     """The call whose run sends this one, if that run has an entry."""
@@ -107,7 +107,7 @@ class QueuedCall:
         """``queued`` is the entry in the header of the message."""
         self.lock = lock
         self.options = options
-        self.ref = lock.beside(QUEUED)
+        self.ref: LockRef = lock.beside(QUEUED)
         if queued:
             self.value = queued.encode(errors="replace")
             self.is_there = True
