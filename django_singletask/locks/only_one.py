@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 R = TypeVar("R")
 S_co = TypeVar("S_co", covariant=True)
+CoroutineFunction = Callable[P, Coroutine[Any, Any, R]]
 
 
 class OnlyOneOptions(TypedDict, total=False):
@@ -45,17 +46,13 @@ class Skipping(Protocol[S_co]):
     """The decorator of functions whose skipped calls return another type."""
 
     @overload
-    def __call__(
-        self, function: Callable[P, Coroutine[Any, Any, R]], /
-    ) -> Callable[P, Coroutine[Any, Any, R | S_co]]: ...
+    def __call__(self, function: CoroutineFunction[P, R], /) -> CoroutineFunction[P, R | S_co]: ...
     @overload
     def __call__(self, function: Callable[P, R], /) -> Callable[P, R | S_co]: ...
 
 
 @overload
-def only_one(
-    function: Callable[P, Coroutine[Any, Any, R]], /
-) -> Callable[P, Coroutine[Any, Any, R | None]]: ...
+def only_one(function: CoroutineFunction[P, R], /) -> CoroutineFunction[P, R | None]: ...
 @overload
 def only_one(function: Callable[P, R], /) -> Callable[P, R | None]: ...
 @overload

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import datetime
-from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, Unpack, overload
+from typing import Any, Concatenate, Literal, ParamSpec, Protocol, TypeVar, Unpack, overload
 
 from celery import shared_task
 
@@ -23,7 +23,6 @@ class TaskOptions(CallOptions, total=False):
 
     acks_late: bool
     acks_on_failure_or_timeout: bool
-    autoregister: bool
     autoretry_for: Sequence[type[BaseException]]
     default_retry_delay: float
     dont_autoretry_for: Sequence[type[BaseException]]
@@ -56,16 +55,26 @@ class TaskOptions(CallOptions, total=False):
     typing: bool
 
 
+class Decorator(Protocol):
+    """Makes a task of a function."""
+
+    def __call__(self, function: Callable[P, R], /) -> SingletonTask[P, R]: ...
+
+
+class BoundDecorator(Protocol):
+    """Makes a task of a function whose first argument is the task."""
+
+    def __call__(self, function: Callable[Concatenate[Any, P], R], /) -> SingletonTask[P, R]: ...
+
+
 @overload
 def singleton_task(function: Callable[P, R], /) -> SingletonTask[P, R]: ...
 @overload
-def singleton_task(
-    *, bind: Literal[True], **options: Unpack[TaskOptions]
-) -> Callable[[Callable[Concatenate[Any, P], R]], SingletonTask[P, R]]: ...
+def singleton_task(*, bind: Literal[True], **options: Unpack[TaskOptions]) -> BoundDecorator: ...
 @overload
 def singleton_task(
     *, bind: Literal[False] = False, **options: Unpack[TaskOptions]
-) -> Callable[[Callable[P, R]], SingletonTask[P, R]]: ...
+) -> Decorator: ...
 def singleton_task(
     *function: Any, base: type[SingletonTask] = SingletonTask, **options: Any
 ) -> Any:
