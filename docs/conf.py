@@ -10,6 +10,7 @@ from typing import Any
 
 import django
 from django.conf import settings
+from sphinx.pycode import ModuleAnalyzer
 
 import django_singletask
 
@@ -55,10 +56,19 @@ html_css_files = ["tables.css"]
 html_js_files = ["accessible.js"]
 nitpicky = True
 # Of other projects, or of a signature.
-nitpick_ignore_regex = [("py:class", r"(celery|collections|datetime)\..*|(.*\.)?[PR]")]
+nitpick_ignore_regex = [
+    ("py:class", r"(celery|collections|datetime)\..*|(.*\.)?(P|R|R_co)"),
+    ("py:obj", r"typing\.~P"),
+]
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_default_options = {"members": True}
+
+# Overloads are for type checkers. Readers want one list of the options.
+for module in ("django_singletask.locks.only_one", "django_singletask.task.decorator"):
+    analyzer = ModuleAnalyzer.for_module(module)
+    analyzer.analyze()
+    analyzer.overloads.clear()
 
 PLAIN = ("django_singletask.TaskLock", "django_singletask.only_one")
 """What is shown with its parameters only: without types, and without what is internal."""

@@ -24,6 +24,7 @@ from django.core.management import BaseCommand
 
 import django_singletask
 from django_singletask.signals import lock_event
+from django_singletask.task import decorator
 from django_singletask.testing import no_locks
 from tests.file_locks import FileStore
 from tests.guides import BLOCK
@@ -58,6 +59,7 @@ def names(monkeypatch) -> Iterator[Names]:
     with celery.Celery("docs", set_as_current=False, broker="memory://") as app:
         shared_task = functools.partial(app.task, shared=False, lazy=False)
         monkeypatch.setattr(celery, "shared_task", shared_task)
+        monkeypatch.setattr(decorator, "shared_task", shared_task)
         monkeypatch.setattr(lock_event, "receivers", [])
         for absent in (
             "feeds",
