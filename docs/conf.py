@@ -70,7 +70,11 @@ for module in ("django_singletask.locks.only_one", "django_singletask.task.decor
     analyzer.analyze()
     analyzer.overloads.clear()
 
-PLAIN = ("django_singletask.TaskLock", "django_singletask.only_one")
+PLAIN = (
+    "django_singletask.SingletonTask.apply_async",
+    "django_singletask.TaskLock",
+    "django_singletask.only_one",
+)
 """What is shown with its parameters only: without types, and without what is internal."""
 
 
@@ -80,7 +84,7 @@ def plain_signature(app: Any, what: str, name: str, thing: Any, *rest: Any) -> A
     parameters = [
         parameter.replace(annotation=parameter.empty)
         for parameter in inspect.signature(thing).parameters.values()
-        if parameter.name != "run" and not parameter.name.startswith("_")
+        if parameter.name not in ("run", "self") and not parameter.name.startswith("_")
     ]
     return str(inspect.Signature(parameters)), None
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import partialmethod
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from celery import Celery, Task, current_app
 from celery.contrib.django.task import DjangoTask
@@ -37,6 +37,7 @@ from django_singletask.task.options import (
     CallOptions,
     LockOn,
     LockOptions,
+    SendOptions,
     unknown_options,
 )
 from django_singletask.task.unique import (
@@ -275,7 +276,7 @@ class SingletonTask(Attributes, Base[P, R_co]):
         shadow: str | None = None,
         *,
         lock_options: CallOptions | None = None,
-        **options: Any,
+        **celery_options: Unpack[SendOptions],
     ) -> AsyncResult[R_co]:
         """Send the task, with its lock's key in the message.
 
@@ -285,6 +286,7 @@ class SingletonTask(Attributes, Base[P, R_co]):
         :class:`DuplicateTask` with ``on_duplicate="raise"``; :class:`LockUnavailable` with
         ``unique_until``.
         """
+        options: Any = celery_options
         # Pass these by name, and only if the caller did: another base may override this method as
         # apply_async(self, args, kwargs, **options), and set defaults in its options.
         passed = {"producer": producer, "link": link, "link_error": link_error, "shadow": shadow}

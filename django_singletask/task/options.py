@@ -14,6 +14,7 @@ import difflib
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
+from datetime import datetime
 from inspect import iscoroutinefunction
 from types import SimpleNamespace
 from typing import Any, Literal, TypedDict, get_args
@@ -153,6 +154,31 @@ class CallOptions(TypedDict, total=False):
     unique_for: float | None
     on_duplicate: OnDuplicate
     lock_history: bool
+
+
+class SendOptions(TypedDict, total=False):
+    """Celery's options of ``apply_async``, but for those that can be given by position."""
+
+    add_to_parent: bool
+    argsrepr: str
+    compression: str
+    connection: Any
+    countdown: float | None
+    eta: datetime | None
+    exchange: Any
+    expires: float | datetime | None
+    headers: Mapping[str, Any] | None
+    ignore_result: bool
+    kwargsrepr: str
+    priority: int
+    publisher: Any
+    queue: Any
+    retry: bool
+    retry_policy: Mapping[str, Any]
+    routing_key: str
+    serializer: str
+    soft_time_limit: int
+    time_limit: int
 
 
 FIELDS = tuple(Attributes.__annotations__)

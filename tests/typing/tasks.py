@@ -79,6 +79,9 @@ bare.apply_async((1,), lock_options={"on_conflikt": "raise"})  # refused
 bare.apply_async((1,), lock_options={"on_conflict": "rise"})  # refused
 bare.apply_async((1,), lock_options={"on_skip": print})  # refused
 bare.apply((1,), lock_options={"lock_timeout": "60"})  # refused
+bare.apply_async((1,), countdown=5, queue="feeds", headers=None)
+bare.apply_async((1,), countdwn=5)  # refused
+bare.apply_async((1,), lock_timeout=5)  # refused
 urgent: CallOptions = {"on_outage": "run", "skip_result": 0}
 bare.apply_async((1,), lock_options=urgent)
 
