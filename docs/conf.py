@@ -44,41 +44,61 @@ if repository:
         "source_branch": "main",
         "source_directory": "docs/",
     }
+# Where these pages are. Read the Docs says so.
+address = os.environ.get("READTHEDOCS_CANONICAL_URL", "/en/latest/")
+html_baseurl = address
+notfound_context = {
+    "title": "Page not found",
+    "body": f"""
+        <h1>Page not found</h1>
+        <p>This address has no page, or its page is in another version of the documentation.</p>
+        <ul>
+        <li><a href="{address}search.html">Search</a> looks for words in all pages.</li>
+        <li><a href="{address}index.html">The first page</a> lists all pages.</li>
+        <li><a href="{address}operating/runbook.html">The runbook</a> has the steps for
+            “the task does not run”.</li>
+        </ul>
+    """,
+}
 copybutton_exclude = ".linenos, .gp, .go"  # neither prompts nor what a command prints
 # What a chat shows of a link to a page.
-ogp_site_url = os.environ.get("READTHEDOCS_CANONICAL_URL", "/")
+ogp_site_url = address
 ogp_image = "_images/held.png"
 ogp_image_alt = "The admin page of the locks that are held now"
 ogp_enable_meta_description = True
 ogp_social_cards = {"enable": False}
 html_static_path = ["_static"]
-html_css_files = ["tables.css"]
+html_css_files = ["site.css"]
 html_js_files = ["accessible.js"]
 nitpicky = True
-# Of other projects, or of a signature.
-nitpick_ignore_regex = [
-    ("py:class", r"(celery|collections|datetime)\..*|(.*\.)?(P|R|R_co)"),
-    ("py:obj", r"typing\.~P"),
+# Signatures name classes of other projects, which a build without network does not know, and a type
+# variable.
+nitpick_ignore = [
+    ("py:class", "celery.result.AsyncResult"),
+    ("py:class", "django_singletask.task.base.R"),
 ]
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_default_options = {"members": True}
 
-# Overloads are for type checkers. Readers want one list of the options.
-for module in ("django_singletask.locks.only_one", "django_singletask.task.decorator"):
-    analyzer = ModuleAnalyzer.for_module(module)
-    analyzer.analyze()
-    analyzer.overloads.clear()
-
 PLAIN = (
+    "django_singletask.SingletonTask.apply",
     "django_singletask.SingletonTask.apply_async",
     "django_singletask.TaskLock",
     "django_singletask.only_one",
 )
 """What is shown with its parameters only: without types, and without what is internal."""
+CREATED_BY_THE_PACKAGE = (
+    "django_singletask.DuplicateTask",
+    "django_singletask.LockConflict",
+    "django_singletask.signals.LockEvent",
+)
+"""What is shown without parameters."""
 
 
 def plain_signature(app: Any, what: str, name: str, thing: Any, *rest: Any) -> Any:
+    if name in CREATED_BY_THE_PACKAGE:
+        return "", None
     if name not in PLAIN:
         return None
     parameters = [
@@ -100,5 +120,9 @@ def public_name(app: Any, env: Any, node: Any, content: Any) -> Any:
 
 
 def setup(app: Any) -> None:
+    # Its overloads tell checkers what a call returns, and hide its options from a reader.
+    module = ModuleAnalyzer.for_module("django_singletask.locks.only_one")
+    module.analyze()
+    module.overloads.clear()
     app.connect("missing-reference", public_name)
     app.connect("autodoc-process-signature", plain_signature)

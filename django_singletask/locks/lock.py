@@ -37,7 +37,10 @@ UNFILLED = re.compile(r"\{[A-Za-z_][\w.]*\}")
 
 
 def current_lock() -> TaskLock | None:
-    """Return the lock of the innermost ``with`` block, function or task body that runs here."""
+    """Return the lock of the innermost ``with`` block, function or task body that runs here.
+
+    None if there is none.
+    """
     lease = current_lease()
     if lease is None:
         return None
@@ -52,23 +55,37 @@ def current_lock() -> TaskLock | None:
 class TaskLock:
     """Hold a lock by name, so that only one ``with`` block runs at a time in all processes.
 
-    ``timeout`` is the length of the lease in seconds (default ``SINGLETASK_LOCK_TIMEOUT``). With
-    ``renew``, the lease is extended at each third of that while the process lives. ``wait`` is how
-    many seconds an acquisition waits for a held lock; ``math.inf``: without end. ``on_conflict``
-    is what ``with`` does if the lock is held: ``"raise"`` :class:`LockConflict`, or ``"skip"``: it
-    returns this object, which is then false. ``cache`` is an alias in ``CACHES`` (default
-    ``SINGLETASK_CACHE``). ``slots`` is how many holders the lock can have at once. A block keeps
-    the lock until ``at_least`` seconds after its start, however it ends, and so does
-    :meth:`release`.
+    ::
+
+        with TaskLock("nightly-import", wait=5):  # wait for up to 5 seconds, then LockConflict
+            ...
+
+    * ``timeout``: the length of the lease in seconds, at most 30 days (default
+      ``SINGLETASK_LOCK_TIMEOUT``, which is 60).
+    * ``renew`` (True): extend the lease at each third of ``timeout`` while the process lives; False
+      needs ``timeout``.
+    * ``wait`` (0): how many seconds an acquisition waits for a held lock; ``math.inf``: without
+      end.
+    * ``on_conflict``: what ``with`` does if the lock is held: ``"raise"`` (default)
+      :class:`LockConflict`, or ``"skip"``: run the block with this object, which is then false.
+    * ``cache``: an alias in ``CACHES`` (default ``SINGLETASK_CACHE``).
+    * ``slots`` (1): how many holders the lock can have at once, at most 1,000.
+    * ``at_least`` (0): a block keeps the lock until so many seconds after its start, however it
+      ends, and so does :meth:`release`.
+
+    The attribute ``name`` is the readable name of the lock, and ``key`` its key in the cache. In
+    asyncio code use ``async with``, and the methods whose names begin with *a*, such as
+    ``aacquire()``.
 
     The lock is an entry in the cache that expires: see "Guarantees and limits" in the
     documentation. Use an object for one acquisition at a time. A lock is not re-entrant: waiting
     for the lock of a ``with`` block around the call raises at once. If the same code took the lock
     with ``acquire()``, the wait continues, because another thread may release the lock; an endless
     wait logs a warning. ``acquire()`` waits only if you set ``wait``; those of ``threading`` and
-    redis-py wait by default. Raises ``TypeError`` and ``ValueError`` for invalid options.
+    redis-py wait by default.
 
-    Each question to the cache is one request, and can raise :class:`LockUnavailable`.
+    Raises ``TypeError`` and ``ValueError`` for invalid options. Each question to the cache is one
+    request, and can raise :class:`LockUnavailable`.
     """
 
     _lock_key: LockKey
@@ -143,7 +160,7 @@ class TaskLock:
 
     @property
     def blocker(self) -> Holder | None:
-        """The holder that the last acquisition met."""
+        """The :class:`Holder` that the last acquisition met; None if the lock was free."""
         if self._lease is None:
             return None
         return self._lease.blocker
