@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-VERSION = "0.1.0.dev0"
+VERSION = "1.0.0.dev0"
 """The version of the package: the build and the documentation read it from here."""
 
 DOCS = "https://django-singletask.readthedocs.io/en/"
