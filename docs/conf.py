@@ -71,19 +71,23 @@ html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_js_files = ["accessible.js"]
 nitpicky = True
-# Signatures name classes of other projects, which a build without network does not know, and a type
-# variable.
-nitpick_ignore = [
-    ("py:class", "celery.result.AsyncResult"),
-    ("py:class", "django_singletask.task.base.R"),
-]
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_default_options = {"members": True}
 
+# Overloads are for type checkers. Readers want one list of the options.
+for module in ("django_singletask.locks.only_one", "django_singletask.task.decorator"):
+    analyzer = ModuleAnalyzer.for_module(module)
+    analyzer.analyze()
+    analyzer.overloads.clear()
+
 PLAIN = (
     "django_singletask.SingletonTask.apply",
     "django_singletask.SingletonTask.apply_async",
+    "django_singletask.SingletonTask.apply_async_on_commit",
+    "django_singletask.SingletonTask.delay_on_commit",
+    "django_singletask.SingletonTask.lock",
+    "django_singletask.SingletonTask.queued",
     "django_singletask.TaskLock",
     "django_singletask.only_one",
 )
@@ -120,9 +124,5 @@ def public_name(app: Any, env: Any, node: Any, content: Any) -> Any:
 
 
 def setup(app: Any) -> None:
-    # Its overloads tell checkers what a call returns, and hide its options from a reader.
-    module = ModuleAnalyzer.for_module("django_singletask.locks.only_one")
-    module.analyze()
-    module.overloads.clear()
     app.connect("missing-reference", public_name)
     app.connect("autodoc-process-signature", plain_signature)

@@ -235,7 +235,7 @@ class SingletonTask(Attributes, Base[P, R_co]):
     # The locks of its calls
 
     def lock(self, /, *args: Any, **kwargs: Any) -> TaskLock:
-        """Return the lock of a call with these arguments, not acquired.
+        """Return the :class:`TaskLock` of a call with these arguments, not acquired.
 
         ``task.lock(7).locked()`` asks whether that call is running. Arguments that are not part of
         the lock may be left out. Raises ``TypeError`` if the arguments do not fit the task or have
@@ -247,7 +247,7 @@ class SingletonTask(Attributes, Base[P, R_co]):
         return options.lock(options.key(self, args, kwargs, partial=True), self.name)
 
     def queued(self, /, *args: Any, **kwargs: Any) -> AsyncResult[R_co] | None:
-        """Return the result of a queued call with these arguments; None if there is none.
+        """Return the ``AsyncResult`` of a queued call with these arguments; None if there is none.
 
         This asks the cache, and the answer can be outdated when you use it. Raises ``TypeError``
         as :meth:`lock` does.
