@@ -35,6 +35,7 @@ intersphinx_mapping = {
 }
 exclude_patterns = ["_build"]
 html_theme = "furo"
+pygments_dark_style = "github-dark"  # the theme's own underlines names as if they were links
 html_title = f"django-singletask {release}"
 project_file = Path(__file__).parent.parent / "pyproject.toml"
 repository = tomllib.loads(project_file.read_text())["project"]["urls"].get("Repository", "")
@@ -60,7 +61,9 @@ notfound_context = {
         </ul>
     """,
 }
-copybutton_exclude = ".linenos, .gp, .go"  # neither prompts nor what a command prints
+# Copy neither prompts nor what a command prints.
+copybutton_prompt_text = "$ "
+copybutton_exclude = ".linenos, .gp, .go"
 # What a chat shows of a link to a page.
 ogp_site_url = address
 ogp_image = "_images/held.png"

@@ -57,7 +57,7 @@ class TaskLock:
 
     ::
 
-        with TaskLock("nightly-import", wait=5):  # wait for up to 5 seconds, then LockConflict
+        with TaskLock("nightly-import", wait=5):  # LockConflict after 5 seconds
             ...
 
     * ``timeout``: the length of the lease in seconds, at most 30 days (default
