@@ -169,7 +169,7 @@ class UncountedPaginator(Paginator):  # type: ignore[type-arg]
         """Return the number of rows, at most ``limit``; ``has_more`` says if there are more."""
         rows: Any = self.object_list
         number: int = rows[: self.limit + 1].count()
-        self.has_more = number > self.limit
+        self.has_more: bool = number > self.limit
         return min(number, self.limit)
 
 
@@ -192,7 +192,7 @@ class EventList(ChangeList):
     def get_queryset(self, request: HttpRequest, exclude_parameters: Any = None) -> Any:
         """Keep what the search, the window and the filter for what happened leave."""
         rows: Any = super().get_queryset(request, exclude_parameters)
-        self.form = window_form(request, timezone.now())
+        self.form: dict[str, Any] = window_form(request, timezone.now())
         chosen = {TaskFilter.parameter_name, WhatFilter.parameter_name, "p"}
         self.unfiltered = [pair for pair in request.GET.items() if pair[0] not in chosen]
         what = request.GET.get(WhatFilter.parameter_name, "")
@@ -202,7 +202,7 @@ class EventList(ChangeList):
         window = self.form["window"]
         if window:
             times = (window.start, window.until)
-        self.searched = self.query.strip()
+        self.searched: str = self.query.strip()
         selectors = selectors_of(self.searched)
         parts, is_whole = meant(rows, selectors, what, times, LISTED + 1)
         if not is_whole:

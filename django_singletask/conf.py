@@ -65,7 +65,7 @@ class Conf:
         self.__dict__ = {}
 
 
-conf = Conf()
+conf: Conf = Conf()
 setting_changed.connect(conf.forget)
 
 

@@ -76,7 +76,7 @@ class undivided:
     """
 
     def __init__(self, connection: Any) -> None:
-        self.is_file = connection.vendor == "sqlite"
+        self.is_file: bool = connection.vendor == "sqlite"
 
     def __enter__(self) -> None:
         if not self.is_file:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 from functools import lru_cache
+from typing import Final
 
-logger = logging.getLogger("django_singletask")
-warn_once = lru_cache(maxsize=128)(logger.warning)
+logger: logging.Logger = logging.getLogger("django_singletask")
+warn_once: Final = lru_cache(maxsize=128)(logger.warning)
 
 
 def in_words(error: BaseException) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import datetime, timedelta
+from typing import TYPE_CHECKING, ClassVar
 
 from django.db import models
 from django.utils.translation import gettext_lazy as _
@@ -15,6 +16,16 @@ from django_singletask.locks.keys import QUEUED
 
 __all__ = ["TaskLockEvent"]
 
+if TYPE_CHECKING:
+    from django_stubs_ext import StrPromise
+
+    # What a field holds. Only mypy's plugin for Django finds that out by itself.
+    Text = models.CharField[str, str]
+    Number = models.PositiveIntegerField[int, int]
+    Seconds = models.FloatField[float, float]
+    MaybeSeconds = models.FloatField[float | None, float | None]
+    Moment = models.DateTimeField[datetime, datetime]
+    MaybeMoment = models.DateTimeField[datetime | None, datetime | None]
 
 COUNTED = {"conflict": _("conflict"), "duplicate": _("duplicate")}
 """Kinds of calls that found a holder or an equal call: those against one holder are one row."""
@@ -73,53 +84,58 @@ class TaskLockEvent(models.Model):
     calls, how long those that failed had waited in vain, all together. Durations are in seconds.
     """
 
-    id = models.BigAutoField(primary_key=True, verbose_name=_("ID"))
-    ref = models.CharField(max_length=64)
-    kind = models.CharField(_("kind"), max_length=10, choices=KINDS)
-    outcome = models.CharField(_("outcome"), max_length=10, choices=OUTCOMES, blank=True)
-    result = models.CharField(_("result"), max_length=10, choices=RESULTS, blank=True)
-    name = models.CharField(_("lock"), max_length=255)
-    key = models.CharField(_("cache key"), max_length=255)
-    cache = models.CharField(_("cache"), max_length=255, blank=True)
-    task = models.CharField(_("task"), max_length=255, blank=True)
-    task_id = models.CharField(_("task id"), max_length=255, blank=True)
-    host = models.CharField(_("host"), max_length=255, blank=True)
-    pid = models.PositiveIntegerField(_("process"), default=0)
-    at = models.DateTimeField(_("at"))
-    happened_at = models.DateTimeField(_("last happened at"))
-    ended_at = models.DateTimeField(_("ended at"), null=True, blank=True)
-    noticed_at = models.DateTimeField(_("noticed at"), null=True, blank=True)
-    retaken = models.PositiveIntegerField(_("retaken"), default=0)
-    retaken_at = models.DateTimeField(_("retaken at"), null=True, blank=True)
-    timeout = models.FloatField(_("lease"), default=0, help_text=_("Seconds."))
-    fixed = models.BooleanField(_("fixed lease"), default=False)
-    count = models.PositiveIntegerField(_("count"), default=1)
-    last_at = models.DateTimeField(_("last at"), null=True, blank=True)
-    blocked_by = models.CharField(
+    id: models.BigAutoField[int, int] = models.BigAutoField(primary_key=True, verbose_name=_("ID"))
+    ref: Text = models.CharField(max_length=64)
+    kind: Text = models.CharField(_("kind"), max_length=10, choices=KINDS)
+    outcome: Text = models.CharField(_("outcome"), max_length=10, choices=OUTCOMES, blank=True)
+    result: Text = models.CharField(_("result"), max_length=10, choices=RESULTS, blank=True)
+    name: Text = models.CharField(_("lock"), max_length=255)
+    key: Text = models.CharField(_("cache key"), max_length=255)
+    cache: Text = models.CharField(_("cache"), max_length=255, blank=True)
+    task: Text = models.CharField(_("task"), max_length=255, blank=True)
+    task_id: Text = models.CharField(_("task id"), max_length=255, blank=True)
+    host: Text = models.CharField(_("host"), max_length=255, blank=True)
+    pid: Number = models.PositiveIntegerField(_("process"), default=0)
+    at: Moment = models.DateTimeField(_("at"))
+    happened_at: Moment = models.DateTimeField(_("last happened at"))
+    ended_at: MaybeMoment = models.DateTimeField(_("ended at"), null=True, blank=True)
+    noticed_at: MaybeMoment = models.DateTimeField(_("noticed at"), null=True, blank=True)
+    retaken: Number = models.PositiveIntegerField(_("retaken"), default=0)
+    retaken_at: MaybeMoment = models.DateTimeField(_("retaken at"), null=True, blank=True)
+    timeout: Seconds = models.FloatField(_("lease"), default=0, help_text=_("Seconds."))
+    fixed: models.BooleanField[bool, bool] = models.BooleanField(_("fixed lease"), default=False)
+    count: Number = models.PositiveIntegerField(_("count"), default=1)
+    last_at: MaybeMoment = models.DateTimeField(_("last at"), null=True, blank=True)
+    blocked_by: Text = models.CharField(
         _("blocked by"), max_length=32, blank=True, help_text=_("Token of the holder.")
     )
-    blocked_by_task_id = models.CharField(_("blocked by task id"), max_length=255, blank=True)
-    actor = models.CharField(_("actor"), max_length=255, blank=True)
-    reason = models.CharField(_("reason"), max_length=255, blank=True)
-    longest_renewal_gap = models.FloatField(
+    blocked_by_task_id: Text = models.CharField(_("blocked by task id"), max_length=255, blank=True)
+    actor: Text = models.CharField(_("actor"), max_length=255, blank=True)
+    reason: Text = models.CharField(_("reason"), max_length=255, blank=True)
+    longest_renewal_gap: MaybeSeconds = models.FloatField(
         _("longest renewal gap"), null=True, blank=True, help_text=_("Seconds.")
     )
-    waited = models.FloatField(_("waited"), default=0, help_text=_("Seconds."))
+    waited: Seconds = models.FloatField(_("waited"), default=0, help_text=_("Seconds."))
 
     state = "held"
     """The state of a hold that has not ended, as far as the cache was asked."""
 
-    objects = TaskLockEventQuerySet.as_manager()
+    # A manager, which has the methods of the QuerySet.
+    objects: TaskLockEventQuerySet = TaskLockEventQuerySet.as_manager()  # type: ignore[assignment]
 
     class Meta:
-        verbose_name = _("lock event")
+        verbose_name: ClassVar[StrPromise] = _("lock event")
         # The menu of the admin shows it: the page of what is held is the first one there.
-        verbose_name_plural = _("locks")
-        ordering = ("-happened_at",)
-        default_permissions = ("view", "delete")
-        permissions = (("clear_lock", _("Can clear a lock")),)
-        constraints = (models.UniqueConstraint(fields=("ref",), name="singletask_ref"),)
-        indexes = (
+        verbose_name_plural: ClassVar[StrPromise] = _("locks")
+        ordering: ClassVar[tuple[str, ...]] = ("-happened_at",)
+        default_permissions: ClassVar[tuple[str, ...]] = ("view", "delete")
+        permissions: ClassVar[tuple[tuple[str, StrPromise], ...]] = (
+            ("clear_lock", _("Can clear a lock")),
+        )
+        constraints: ClassVar[tuple[models.BaseConstraint, ...]] = (
+            models.UniqueConstraint(fields=("ref",), name="singletask_ref"),
+        )
+        indexes: ClassVar[tuple[models.Index, ...]] = (
             models.Index(fields=("task", "-happened_at"), name="singletask_task"),
             models.Index(fields=("name", "-happened_at"), name="singletask_name"),
             models.Index(fields=("happened_at",), name="singletask_happened"),

@@ -9,7 +9,7 @@ from django.dispatch import Signal
 
 __all__ = ["LockEvent", "lock_event"]
 
-lock_event = Signal(use_caching=True)
+lock_event: Signal = Signal(use_caching=True)
 """Sent with ``event``, a :class:`LockEvent`. An error in a receiver is logged, not raised."""
 
 

@@ -170,12 +170,12 @@ class Writer(Background):
 
     def __init__(self) -> None:
         self.events: deque[LockEvent] = deque()
-        self.lost = 0  # events that were dropped or cannot be written
-        self.batches = 0  # batches of events that a thread has taken and is writing
+        self.lost: int = 0  # events that were dropped or cannot be written
+        self.batches: int = 0  # batches of events that a thread has taken and is writing
         self.stopping = False
         self.open_connections: list[Any] = []  # the connections of the thread
         self.failing_since: float | None = None
-        self.has_warned = False  # whether the log has a warning of this failure
+        self.has_warned: bool = False  # whether the log has a warning of this failure
 
     def add(self, event: LockEvent) -> None:
         self.events.append(event)
@@ -305,7 +305,7 @@ class Writer(Background):
         self.open_connections = []
 
 
-writer = Writer()
+writer: Writer = Writer()
 
 
 def _replace_writer() -> None:

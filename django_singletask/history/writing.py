@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterable
 from datetime import datetime
 from hashlib import md5
-from typing import Any
+from typing import Any, Final
 
 from django import db
 from django.conf import settings
@@ -27,7 +27,7 @@ from django_singletask.signals import LockEvent
 INCORRECT_STRING = 1366
 """MySQL's code for an invalid text, which Django reports as an operational error."""
 
-fields = [field for field in TaskLockEvent._meta.concrete_fields if not field.primary_key]
+fields: Final = [field for field in TaskLockEvent._meta.concrete_fields if not field.primary_key]
 TIMES = [field.name for field in fields if isinstance(field, models.DateTimeField)]
 LENGTHS = {field.name: field.max_length for field in fields if field.max_length}
 """The maximum number of characters in each text column."""

@@ -159,32 +159,32 @@ class Lease:
     uses now.
     """
 
-    held = False
+    held: bool = False
     renews = True
     at_least: float = 0
-    deadline = 0.0
+    deadline: float = 0.0
     """Until when this process trusts the lease; this and the next times are those of the clock."""
-    renewed_at = 0.0
-    taken_at = 0.0
-    began_at = -math.inf
+    renewed_at: float = 0.0
+    taken_at: float = 0.0
+    began_at: float = -math.inf
     """When the body began; before that, infinitely long ago."""
-    longest_gap = 0.0
-    retaken = 0
+    longest_gap: float = 0.0
+    retaken: int = 0
     """How often the cache forgot the entry and it was set again."""
     fence: int | None = None
     """The fencing token, after the first request."""
-    reason = ""
+    reason: str = ""
     """Why the entry was lost, once that was reported."""
     _lost = False
     _is_missing = False
     _child_asked_at = 0.0
-    took_over = False
+    took_over: bool = False
     """Whether the take has freed the entry of a dead run of the same task id."""
-    kept = False
+    kept: bool = False
     """Whether the release leaves the entry there because of ``at_least``."""
-    was_handed_over = False
+    was_handed_over: bool = False
     """Whether the body has handed it over, so that the end of the body is still to be told."""
-    left_because = ""
+    left_because: str = ""
     """Why it was left in this way, for the history."""
     origin: Origin | None = None
     """Where it was taken."""
@@ -205,11 +205,11 @@ class Lease:
     # While the call waits
     wait: float = 0
     """How many seconds a take waits at most."""
-    until = 0.0
+    until: float = 0.0
     """Until when it waits, by the clock."""
-    pause = 0.0
+    pause: float = 0.0
     """The last pause in seconds, before chance shortened it."""
-    held_back = 0
+    held_back: int = 0
     """How often in a row it waited because the cache had just forgotten its locks."""
 
     # After a conflict
@@ -217,20 +217,20 @@ class Lease:
     """The other holder that was met last, until the entry is taken."""
     blocker_remaining: float | None = None
     """The rest of its lease in seconds; None where the cache does not report it."""
-    free_in = math.inf
+    free_in: float = math.inf
     """After how many seconds the first slot ends that was met; infinite if that is not known."""
     others: Sequence[Holder] = ()
     """The holders of all slots."""
-    is_behind_itself = False
+    is_behind_itself: bool = False
     """Whether the wait would never end, because the blocker is a block around this call."""
-    note = ""
+    note: str = ""
     """Details of the conflict, for the log and :class:`LockConflict`."""
-    has_warned = False
+    has_warned: bool = False
     """Whether an endless wait was logged."""
     waits_since: float | None = None
     """Since when the call has waited for the lock; None without a wait. For a message that was
     postponed, that is the time of its first conflict."""
-    tells_wait_at = math.inf
+    tells_wait_at: float = math.inf
     """When to tell, at the earliest, that the call waits inside its process."""
     waits_behind: str | None = None
     """The token of the holder with which the call was last reported as waiting; of a message that
@@ -239,10 +239,10 @@ class Lease:
     def __init__(self, ref: LockRef, length: float | None, slots: Slots | None = None) -> None:
         if length is None:
             length = conf.lock_timeout
-        self.ref = ref
-        self.cache = ref.cache
-        self.key = ref.key
-        self.length = length
+        self.ref: LockRef = ref
+        self.cache: str = ref.cache
+        self.key: str = ref.key
+        self.length: float = length
         if slots is None:
             slots = one_slot(ref.key)
         self.slots = slots
@@ -253,9 +253,9 @@ class Lease:
 
     def sign(self) -> None:
         """Make a new record of this process, which says that it takes the lock now."""
-        self.holder = self.ref.holder(self.length, slots=self.slots.allowed)
-        self.token = self.holder.token
-        self.value = self.holder.encode()
+        self.holder: Holder = self.ref.holder(self.length, slots=self.slots.allowed)
+        self.token: str = self.holder.token
+        self.value: bytes = self.holder.encode()
 
     def move_to(self, key: str) -> None:
         """Note in which slot the entry is, or that of the blocker."""

@@ -6,7 +6,7 @@ import asyncio
 import functools
 import re
 import weakref
-from typing import Any
+from typing import Any, Final
 
 from celery._state import get_current_task
 
@@ -118,7 +118,8 @@ class TaskLock:
                     "Use an f-string.",
                     name,
                 )
-        self.name, self.key = self._lock_key
+        self.name: str = self._lock_key.name
+        self.key: str = self._lock_key.key
         self.timeout = timeout
         self.cache = cache
         self.slots = slots
@@ -403,7 +404,8 @@ class TaskLock:
         deaths = [proof_of_death(Holder.decode(each.value)) for each in self._entries().values()]
         return deaths.count(None) == self.slots
 
-    alocked = offer_in_thread(locked)
+    # Final: a type checker takes the parameters and the result from the right side.
+    alocked: Final = offer_in_thread(locked)
 
     def holder(self) -> Holder | None:
         """Ask the cache for the holder of the lock; of several, the one whose lease ends first.
@@ -415,7 +417,7 @@ class TaskLock:
             return None
         return Holder.decode(entry.value)
 
-    aholder = offer_in_thread(holder)
+    aholder: Final = offer_in_thread(holder)
 
     def remaining(self) -> float | None:
         """Ask the cache for the rest of the lease of :meth:`holder` in seconds.
@@ -427,7 +429,7 @@ class TaskLock:
             return None
         return entry.remaining
 
-    aremaining = offer_in_thread(remaining)
+    aremaining: Final = offer_in_thread(remaining)
 
     def clear(self, *, token: str | None = None, actor: str = "", reason: str = "") -> bool:
         """Free the lock of any holder, or only of the holder with ``token``.
@@ -446,7 +448,7 @@ class TaskLock:
             ref = ref.of_token(token, self.slots)
         return ref.clear(token, actor, reason)
 
-    aclear = offer_in_thread(clear)
+    aclear: Final = offer_in_thread(clear)
 
     def _entries(self) -> dict[str, Entry]:
         return get_store(self._wanted().cache).read_many(self._lock_key.slots(self.slots))
@@ -469,7 +471,7 @@ class TaskLock:
         finally:
             self._end_use_outside_block(lease)
 
-    arelease = offer_in_thread(release)
+    arelease: Final = offer_in_thread(release)
 
     def hand_over(self, *, for_: float) -> str:
         """Leave the lock to another process; return the handle with which it can :meth:`receive`.
@@ -521,7 +523,7 @@ class TaskLock:
         lease.extend(check_seconds("timeout", timeout))
         self.check()
 
-    aextend = offer_in_thread(extend)
+    aextend: Final = offer_in_thread(extend)
 
     def fencing_token(self) -> int:
         """Return a number that is greater than that of every earlier holder, and below ``2**63``.
@@ -537,7 +539,7 @@ class TaskLock:
         """
         return self._held_lease().fencing_token()
 
-    afencing_token = offer_in_thread(fencing_token)
+    afencing_token: Final = offer_in_thread(fencing_token)
 
     def owned(self) -> bool:
         """Ask the cache whether this object holds the lock."""
@@ -546,7 +548,7 @@ class TaskLock:
             return False
         return lease.held  # a signal handler may have released it meanwhile
 
-    aowned = offer_in_thread(owned)
+    aowned: Final = offer_in_thread(owned)
 
     def _held_lease(self) -> Lease:
         if self._lease is None or not self._lease.held:

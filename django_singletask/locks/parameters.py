@@ -10,11 +10,11 @@ import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
 from decimal import Decimal
 from pathlib import PurePath
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from django.utils.functional import Promise
 
-encode = json.JSONEncoder(sort_keys=True, separators=(",", ":")).encode
+encode: Final = json.JSONEncoder(sort_keys=True, separators=(",", ":")).encode
 
 _PLAIN = frozenset({str, float, bool, type(None)})
 _TEXT = (uuid.UUID, Decimal, Promise, PurePath, datetime.timedelta)
@@ -134,7 +134,7 @@ class Parameters:
 
     def __init__(self, signature: inspect.Signature) -> None:
         self.signature = signature
-        self.names = [*signature.parameters]
+        self.names: list[str] = [*signature.parameters]
         """The names of the arguments, without those in ``**kwargs``."""
         self.extra: str | None = None
         """The name of ``**kwargs``, which takes arguments of any name."""

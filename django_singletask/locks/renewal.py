@@ -88,20 +88,20 @@ class Renewer(Background):
         self.dead: dict[Any, object] = {}
         """Twins of the leases of blocks that a signal ended before they could leave the entry."""
         self.owed: deque[Owed] = deque()
-        self.shortest = math.inf
+        self.shortest: float = math.inf
         """The shortest lease that the thread knows of, in seconds; without end while it sleeps."""
-        self.tick_at = 0.0
-        self.read_at = 0.0
+        self.tick_at: float = 0.0
+        self.read_at: float = 0.0
         """When the due times of all leases are read again."""
         self.error: Exception | None = None
         """The last error since the thread woke up."""
-        self.failed = False
+        self.failed: bool = False
         """Whether the thread has had errors since its last round without one."""
-        self.is_unsure = False
+        self.is_unsure: bool = False
         """Whether the last tick met an entry of another holder that may be given back at once."""
-        self.changes = epoch_of(cache).changes
+        self.changes: int = epoch_of(cache).changes
         """The number of changes of the epoch when all leases were last renewed."""
-        self.late_at = math.inf
+        self.late_at: float = math.inf
         """When the thread is late, unless it has ticked again before."""
 
     # In a task's thread
@@ -382,7 +382,7 @@ class Renewers(dict[str, Renewer]):
         return self.setdefault(cache, Renewer(cache))
 
 
-renewers = Renewers()
+renewers: Renewers = Renewers()
 
 
 def release_owed(seconds: float) -> None:

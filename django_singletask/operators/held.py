@@ -11,7 +11,7 @@ from functools import cache
 from itertools import chain
 from math import inf
 from operator import attrgetter
-from typing import Any
+from typing import Any, Final
 
 from django.core.exceptions import ImproperlyConfigured
 from django.utils.translation import gettext as _
@@ -94,7 +94,7 @@ class HeldLock(Holder):
 
     def __post_init__(self) -> None:
         if not self.name:
-            self.name = clean(self.key, 255)
+            self.name: str = clean(self.key, 255)
         self.held_for = 0.0
         if self.since:
             self.held_for = max(0.0, time.time() - self.since)
@@ -146,7 +146,7 @@ def cannot_ask(error: Exception) -> str:
     return text.format(repr(conf.cache), in_words(error) + cure)
 
 
-fields_of_process = attrgetter(*(field.name for field in dataclasses.fields(Process)))
+fields_of_process: Final = attrgetter(*(field.name for field in dataclasses.fields(Process)))
 USUAL = 30
 """Locks whose usual hold is looked up."""
 

@@ -66,7 +66,7 @@ class Selector:
 
     def __init__(self, text: str) -> None:
         self.text = text
-        self.is_pattern = any(sign in text for sign in "*…")
+        self.is_pattern: bool = any(sign in text for sign in "*…")
 
     @cached_property
     def tasks(self) -> list[str]:

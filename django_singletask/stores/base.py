@@ -22,7 +22,7 @@ from django_singletask import clock
 from django_singletask.conf import conf
 from django_singletask.exceptions import LockUnavailable
 from django_singletask.log import in_words
-from django_singletask.stores.epoch import LOOK_AGAIN, epoch_of
+from django_singletask.stores.epoch import LOOK_AGAIN, Epoch, epoch_of
 from django_singletask.stores.epoch import Forgotten as Forgotten  # for other stores
 from django_singletask.stores.keys import (
     EPOCH,
@@ -42,6 +42,9 @@ TIMEOUT = 5.0
 """Seconds to connect, and for a reply, where the options of the cache set no limit."""
 PATIENCE = 10.0
 """Seconds for a request that an idle connection does not answer, and for its second try."""
+
+Errors = tuple[type[Exception], ...]
+"""The classes of errors that an ``except`` names."""
 
 
 def address(host: str | None, port: object) -> str:
@@ -148,7 +151,7 @@ class Store(ABC):
     batch = 1
     """How many leases :meth:`_extend` renews in one request."""
 
-    limited = math.inf
+    limited: float = math.inf
     """The longest time of a request in seconds; without end: as the cache's options say."""
 
     is_asking = False
@@ -157,7 +160,7 @@ class Store(ABC):
     was_sent_twice = False
     """Whether the last request was sent again, so that its deletion may find nothing."""
 
-    client_errors: tuple[type[Exception], ...] = ()
+    client_errors: Errors = ()
     """What the client raises if the cache does not answer, or refuses to."""
 
     refusals: Any = ()
@@ -166,7 +169,7 @@ class Store(ABC):
     def __init__(self, cache: Any, alias: str) -> None:
         self.cache = cache
         self.cache_alias = alias
-        self.epoch = epoch_of(alias)
+        self.epoch: Epoch = epoch_of(alias)
         self.make_key: Callable[[str], str] = cache.make_key
         excess = len(self.make_key(LONGEST_KEY).encode()) - MAX_KEY
         if excess > 0:

@@ -7,17 +7,17 @@ import re
 import time
 from binascii import crc_hqx
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from django_singletask import clock
 from django_singletask.exceptions import LockUnavailable
 from django_singletask.stores import base
-from django_singletask.stores.base import Entry, Outcome, Slots
+from django_singletask.stores.base import Entry, Errors, Outcome, Slots
 from django_singletask.stores.epoch import LOOK, Epoch
 from django_singletask.stores.keys import EPOCH, PREFIX, is_key
-from django_singletask.stores.redis import RedisStore, Request, request_to_read
+from django_singletask.stores.redis import Pool, Pools, RedisStore, Request, request_to_read
 
 # The groups of locks
 #
@@ -44,14 +44,14 @@ class Map:
     """The address of each group's node, as this process knows it, and the epoch of each group."""
 
     def __init__(self, whole: Epoch, seed: str) -> None:
-        self.epochs = [Epoch(whole.cache, whole) for _ in TAGS]
-        self.owners = [seed] * len(TAGS)
+        self.epochs: list[Epoch] = [Epoch(whole.cache, whole) for _ in TAGS]
+        self.owners: list[str] = [seed] * len(TAGS)
         """A group that no node has is at the first address that was set, where it is refused."""
-        self.addresses = set[str]()
+        self.addresses: set[str] = set()
         """Each address in ``owners``; there is none before the map is read."""
         self.servers: dict[str, bytes] = {}
         """The line of a node's INFO that identifies its process, by address."""
-        self.ready = set[bytes]()
+        self.ready: set[bytes] = set()
         """The same line of each process that has answered a take."""
 
 
@@ -84,18 +84,18 @@ class Node(RedisStore):
     def __init__(self, cluster: ClusterStore, where: str) -> None:
         self.cluster = cluster
         self.where = where
-        self.cache = cluster.cache
-        self.cache_alias = cluster.cache_alias
-        self.client_errors = cluster.client_errors
-        self.connect = cluster.connect
-        self.errors = cluster.errors
-        self.patience = cluster.patience
-        self.pools = cluster.pools
-        self.refusals = cluster.refusals
-        self.places = frozenset({where})
+        self.cache: Any = cluster.cache
+        self.cache_alias: str = cluster.cache_alias
+        self.client_errors: Errors = cluster.client_errors
+        self.connect: Any = cluster.connect
+        self.errors: Any = cluster.errors
+        self.patience: float = cluster.patience
+        self.pools: Pools = cluster.pools
+        self.refusals: Any = cluster.refusals
+        self.places: frozenset[str] = frozenset({where})
         host, _, port = where.rpartition(":")  # an IPv6 host has colons
-        self.options = cluster.options | {"host": host, "port": int(port)}
-        self.connections = cluster.pools[f"{self.cache_alias} {where}"]
+        self.options: dict[str, Any] = cluster.options | {"host": host, "port": int(port)}
+        self.connections: Pool = cluster.pools[f"{self.cache_alias} {where}"]
 
     # The thread that renews locks has a limit for each request. If a node hangs, its locks must not
     # keep the thread from those of other nodes:
@@ -142,12 +142,12 @@ class Group(RedisStore):
 
     def __init__(self, cluster: ClusterStore, number: int) -> None:
         self.cluster = cluster
-        self.cache_alias = cluster.cache_alias
+        self.cache_alias: str = cluster.cache_alias
         self.number = number
-        self.epoch = cluster.map.epochs[number]
+        self.epoch: Epoch = cluster.map.epochs[number]
         tag = "{" + TAGS[number] + "}"
-        self.make_key = lambda key: cluster.make_key(key) + tag
-        self.epoch_key = self.make_key(EPOCH)
+        self.make_key: Callable[[str], str] = lambda key: cluster.make_key(key) + tag
+        self.epoch_key: str = self.make_key(EPOCH)
 
     # A slot that migrates
     #
@@ -168,7 +168,7 @@ class Group(RedisStore):
         words = requests  # of one request, about one lock
         where = self.cluster.find(self.number)
         left = base.TRIES
-        self.was_sent_twice = False
+        self.was_sent_twice: bool = False
         while True:
             left -= 1
             node = Node(self.cluster, where)
@@ -223,13 +223,13 @@ class ClusterStore(RedisStore):
         # Until when no request is sent to a node that hangs, by its address.
         self.hanging_until: dict[str, float] = {}
         super().__init__(cache, alias)
-        self.seeds = list[str]()
+        self.seeds: list[str] = []
         for url in self.urls():
             options = {"host": "localhost", "port": 6379}
             options |= self.client.connection_pool.from_url(url).connection_kwargs
             self.seeds.append("{host}:{port}".format(**options))
         self.map: Map = vars(self.epoch).setdefault("map", Map(self.epoch, self.seeds[0]))
-        self.addresses = self.map.addresses
+        self.addresses: set[str] = self.map.addresses
 
     def clients(self) -> dict[str, Any]:
         self.read_map()

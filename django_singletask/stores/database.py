@@ -11,7 +11,7 @@ from django.conf import settings
 from django.db import Error, InterfaceError, OperationalError, connections, router
 
 from django_singletask.forks import close_before_forks, undivided
-from django_singletask.stores.base import TIMEOUT, TRIES, Entry, Outcome, Store
+from django_singletask.stores.base import TIMEOUT, TRIES, Entry, Errors, Outcome, Store
 
 # The methods of Django's DatabaseCache are not atomic. Its add() is a SELECT and then an UPDATE, so
 # two processes can both take an expired row; its get() deletes an expired row by the key only:
@@ -87,15 +87,15 @@ class DatabaseStore(Store):
     """
 
     family = "database"
-    client_errors = (Error, OSError)
+    client_errors: Errors = (Error, OSError)
     _options_before: str | None = None
     """The project's options of PostgreSQL, while this store has added one to them."""
 
     def __init__(self, cache: Any, alias: str) -> None:
         super().__init__(cache, alias)
-        self.alias = router.db_for_write(cache.cache_model_class)
+        self.alias: str = router.db_for_write(cache.cache_model_class)
         self.connection: Any = connections.create_connection(self.alias)
-        self.vendor = self.connection.vendor
+        self.vendor: str = self.connection.vendor
         # Change options that the project chose for its own queries: without autocommit, other
         # processes would not see the locks; and each store would block a connection of the pool.
         chosen = self.connection.settings_dict
@@ -113,15 +113,17 @@ class DatabaseStore(Store):
         # Python 3.14 calls the handler there: https://github.com/python/cpython/issues/148874
         self.connection.validate_thread_sharing = lambda: None  # type: ignore[method-assign]
         close_before_forks(self.connection)
-        self.table = cache._table  # noqa: SLF001 - LOCATION; Django has no public name for it
-        self.places = frozenset({f"table {self.table} of DATABASES[{self.alias!r}]"})
-        self.quoted = self.connection.ops.quote_name(self.table)
-        self.dialect = DIALECTS[self.vendor]
+        self.table: str = cache._table  # noqa: SLF001 - LOCATION; Django has no public name for it
+        self.places: frozenset[str] = frozenset(
+            {f"table {self.table} of DATABASES[{self.alias!r}]"}
+        )
+        self.quoted: str = self.connection.ops.quote_name(self.table)
+        self.dialect: Dialect = DIALECTS[self.vendor]
         shift = SHIFT
         if settings.USE_TZ:
             shift = 0
-        self.now = self.dialect.now.format(shift=shift)
-        self.then = self.dialect.then.format(now=self.now)
+        self.now: str = self.dialect.now.format(shift=shift)
+        self.then: str = self.dialect.then.format(now=self.now)
 
     def set_timeouts(self, seconds: float) -> None:
         self.close()
@@ -222,12 +224,12 @@ class DatabaseStore(Store):
 
     def execute(self, sql: str, params: Sequence[Any] = ()) -> Any:
         """Return the rows of a query, or the number of rows that a statement changed."""
-        self.was_sent_twice = False
+        self.was_sent_twice: bool = False
         for attempts_left in reversed(range(TRIES)):
             was_open = self.connection.connection is not None
             try:
                 # In an SQLite file, a second connection would wait for the end of this statement.
-                self.is_asking = self.vendor != "sqlite"
+                self.is_asking: bool = self.vendor != "sqlite"
                 with undivided(self.connection), self.connection.cursor() as cursor:
                     cursor.execute(sql, params)
                     if cursor.description is None:

@@ -31,9 +31,9 @@ class Epoch:
 
     value: bytes | None = None
     server: bytes | None = None
-    seen_at = -math.inf
-    changed_at = -math.inf
-    told_at = -math.inf
+    seen_at: float = -math.inf
+    changed_at: float = -math.inf
+    told_at: float = -math.inf
     in_cluster: bool | None = None
     """Whether the server is a node of a cluster; None: it was not asked."""
     changes = 0

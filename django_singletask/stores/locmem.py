@@ -14,12 +14,12 @@ class LocMemStore(Store):
     """Keep the entries in the cache's own dict, so that ``cache.clear()`` in a test frees them."""
 
     family = "locmem"
-    places = frozenset({"the memory of this process"})
+    places: frozenset[str] = frozenset({"the memory of this process"})
 
     def __init__(self, cache: Any, alias: str) -> None:
         super().__init__(cache, alias)
         # This store changes the dicts of the cache itself, because Django's methods are not atomic.
-        self.lock = cache._lock  # noqa: SLF001
+        self.lock: Any = cache._lock  # noqa: SLF001
         self.values: dict[str, bytes] = cache._cache  # noqa: SLF001
         self.expiries: dict[str, float] = cache._expire_info  # noqa: SLF001
 

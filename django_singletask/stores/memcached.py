@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 from django_singletask import clock
 from django_singletask.arguments import MAX_LEASE
 from django_singletask.stores import base
-from django_singletask.stores.base import TRIES, Entry, Outcome, Slots, Store
+from django_singletask.stores.base import TRIES, Entry, Errors, Outcome, Slots, Store
 from django_singletask.stores.epoch import Forgotten
 from django_singletask.stores.keys import EPOCH, MAX_KEY
 
@@ -69,12 +69,12 @@ class MemcachedStore(Store):
     """What the client raises if the server has closed the connection, or does not answer on it."""
     resends_cas: Any = ()
     """The errors after which a ``cas`` is sent again; ``hung_up`` is for all other requests."""
-    is_open = False
+    is_open: bool = False
     """Whether the last request was answered, so that the connection is open."""
 
     def __init__(self, cache: Any, alias: str) -> None:
         super().__init__(cache, alias)
-        self.places = frozenset(map(_place, cache.client_servers))
+        self.places: frozenset[str] = frozenset(map(_place, cache.client_servers))
 
     def insert(self, key: str, value: bytes, lease: float) -> Any:
         return self._ask("add", self._name(key), value, _expiry(lease))
@@ -177,7 +177,7 @@ class MemcachedStore(Store):
             was_open = self.is_open
             self.is_open = False
             try:
-                self.is_asking = True
+                self.is_asking: bool = True
                 if was_open and self._has_unread():
                     raise ConnectionResetError("closed by the server, or out of step")
                 reply = getattr(self.client, request)(*args)
@@ -244,19 +244,19 @@ class PyLibMCStore(MemcachedStore):
         options = dict(cache._options)  # noqa: SLF001
         # Without behaviors, pylibmc 1.6 prints 30 errors on Python 3.13.
         options.setdefault("behaviors", {})
-        self.client = client_class(cache.client_servers, **options)
+        self.client: Any = client_class(cache.client_servers, **options)
         # Without these the client would report success before the server does.
         self.client.behaviors.update(
             {"cas": True, "buffer_requests": False, "no_block": False, "_noreply": False}
         )
         pylibmc = cache._lib  # noqa: SLF001
-        self.not_found = cache.LibraryValueNotFoundException
-        self.client_errors = (pylibmc.Error, OSError)
+        self.not_found: Any = cache.LibraryValueNotFoundException
+        self.client_errors: Errors = (pylibmc.Error, OSError)
         # With the binary protocol and a proxy, libmemcached sometimes refuses to send a cas (error
         # 47) after a successful gets, for an unknown reason. The cas number is valid on any
         # connection.
-        self.resends_cas = pylibmc.ServerDown
-        self.hung_up = pylibmc.Error  # pylibmc has five errors for closed connections
+        self.resends_cas: Any = pylibmc.ServerDown
+        self.hung_up: Any = pylibmc.Error  # pylibmc has five errors for closed connections
 
     def set_timeouts(self, seconds: float) -> None:
         milliseconds = dict.fromkeys(("connect_timeout", "_poll_timeout"), int(seconds * 1e3))
@@ -285,8 +285,8 @@ class PyMemcacheStore(MemcachedStore):
     def __init__(self, cache: Any, alias: str) -> None:
         super().__init__(cache, alias)
         pymemcache = cache._lib  # noqa: SLF001
-        self.client_errors = (pymemcache.MemcacheError, OSError)
-        self.hung_up = (OSError, pymemcache.MemcacheUnexpectedCloseError)
+        self.client_errors: Errors = (pymemcache.MemcacheError, OSError)
+        self.hung_up: Any = (OSError, pymemcache.MemcacheUnexpectedCloseError)
         # Without a serializer a lock is never unpickled. ignore_exc would turn an outage into a
         # miss, and noreply into a success. By default the client stops asking a server after
         # errors, or asks another one, which does not have the locks. With no attempts and no dead
@@ -295,8 +295,8 @@ class PyMemcacheStore(MemcachedStore):
         options.update(cache._options)  # noqa: SLF001
         options.update(serde=None, serializer=None, deserializer=None)
         options.update(ignore_exc=False, default_noreply=False, retry_attempts=0, dead_timeout=-1)
-        self.client = cache._class(cache.client_servers, **options)  # noqa: SLF001
-        self.clients = self.client.clients
+        self.client: Any = cache._class(cache.client_servers, **options)  # noqa: SLF001
+        self.clients: dict[str, Any] = self.client.clients
         self.last_added: dict[Any, Any] = {}
         """The last entry that was read after an add, by its name and bytes.
 

@@ -24,6 +24,7 @@ from django_singletask.stores.base import (
     TIMEOUT,
     TRIES,
     Entry,
+    Errors,
     Outcome,
     Slots,
     Store,
@@ -209,7 +210,7 @@ class Pool(list[Any]):
 
     def __init__(self) -> None:
         super().__init__()
-        self.users = WeakSet[User]()
+        self.users: WeakSet[User] = WeakSet()
 
     def enter(self) -> User:
         """Wait for a place, and return its user, who has it as long as somebody refers to it."""
@@ -238,7 +239,7 @@ class RedisStore(Store):
     """
 
     family = "redis"
-    patience = PATIENCE
+    patience: float = PATIENCE
     forgets = True
     batch = 500
 
@@ -250,24 +251,26 @@ class RedisStore(Store):
 
     def __init__(self, cache: Any, alias: str) -> None:
         super().__init__(cache, alias)
-        self.client = self.make_client()
+        self.client: Any = self.make_client()
         self.use_errors()
-        self.epoch_key = self.make_key(EPOCH)
+        self.epoch_key: str = self.make_key(EPOCH)
         pool = self.client.connection_pool
         # A connection of this store waits for 5 s, unless the user chose otherwise. django-redis
         # and django-valkey have names of their own, and hide a None.
         chosen = caches.settings.get(alias, {}).get("OPTIONS", {})
         nothing = {name: None for name in TIMEOUTS if name.upper() in chosen}
-        self.options = dict.fromkeys(TIMEOUTS, TIMEOUT) | nothing | pool.connection_kwargs
+        self.options: dict[str, Any] = (
+            dict.fromkeys(TIMEOUTS, TIMEOUT) | nothing | pool.connection_kwargs
+        )
         # Processes with the compiled packer always send keys in UTF-8.
         self.options["encoding"] = "utf-8"
         self.options["parser_class"] = knowing_clusters(self.options["parser_class"], self.errors)
-        self.connect = pool.connection_class
-        self.places = frozenset({self._name_server(pool)})
-        self.pools = Pools(Pool)
+        self.connect: Any = pool.connection_class
+        self.places: frozenset[str] = frozenset({self._name_server(pool)})
+        self.pools: Pools = Pools(Pool)
         if are_greenlets():
             self.pools = _shared
-        self.connections = self.pools[alias]
+        self.connections: Pool = self.pools[alias]
 
     def use_errors(self) -> None:
         """Choose the errors of the client's package."""
@@ -279,8 +282,8 @@ class RedisStore(Store):
             errors = import_module("redis.exceptions")
             of_client = errors.RedisError
         self.errors = errors
-        self.client_errors = (of_client, OSError)
-        self.refusals = (
+        self.client_errors: Errors = (of_client, OSError)
+        self.refusals: Any = (
             errors.ResponseError,
             errors.AuthenticationError,
             errors.BusyLoadingError,
@@ -353,7 +356,7 @@ class RedisStore(Store):
         user = None
         lasts = True
         loads = False
-        self.was_sent_twice = False
+        self.was_sent_twice: bool = False
         try:
             if self.pools is _shared:
                 user = self.connections.enter()

@@ -13,11 +13,11 @@ from django_singletask.operators.words import clock_time, duration, hold_time, p
 
 BREAK = re.compile(r"(?<=[(,=/_])|(?<=\.)(?![0-9])")
 """Where a name can go on in the next line: not at the point of a number."""
-register = template.Library()
+register: template.Library = template.Library()
 register.filter(duration)
 register.filter(hold_time)
 register.filter(place)
-moment = partial(clock_time, dated=True)
+moment: partial[str] = partial(clock_time, dated=True)
 register.filter("moment", moment)
 
 

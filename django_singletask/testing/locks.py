@@ -10,7 +10,7 @@ import uuid
 from abc import abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from django.core.cache.backends.locmem import LocMemCache
 from django.test.utils import TestContextDecorator
@@ -43,7 +43,7 @@ class _Memory:
         self.caches: dict[str, LocMemCache] = {}
         self.advances: list[tuple[float, float]] = []
         """When :func:`advance_time` was called, by ``time.time()``, and with how many seconds."""
-        self.aside = {alias: each.leases for alias, each in [*renewal.renewers.items()]}
+        self.aside: Final = {alias: each.leases for alias, each in [*renewal.renewers.items()]}
         """The leases from before: renewing them here would create them in this memory."""
         self._forget_leases()
 

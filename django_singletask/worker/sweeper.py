@@ -56,7 +56,7 @@ def try_to_sweep(*, failed_before: bool = False) -> bool:
         connections.close_all()
 
 
-sweeper = Sweeper()
+sweeper: Sweeper = Sweeper()
 """The sweeper of this process; its thread begins only in the main process of a worker."""
 
 

@@ -104,8 +104,8 @@ class Watcher(Background):
     """Watch the pool's processes in a thread, since a store that is down must not stop the hub."""
 
     name = "singletask-watcher"
-    someone_died = False
-    free_failed = False
+    someone_died: bool = False
+    free_failed: bool = False
 
     def __init__(self) -> None:
         self.deliveries: dict[int, Accepted] = {}
@@ -174,7 +174,7 @@ class Watcher(Background):
         connections.close_all()
 
 
-watcher = Watcher()
+watcher: Watcher = Watcher()
 """The watcher of this process; its thread begins only in the main process of a worker."""
 
 

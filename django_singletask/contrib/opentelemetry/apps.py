@@ -25,20 +25,20 @@ from django_singletask.signals import LockEvent, lock_event
 BUCKETS = (0.01, 0.05, 0.1, 0.5, 1, 2, 5, 10, 30, 60, 300, 600, 1800, 3600)
 """Seconds; a view of the meter provider can set others."""
 
-meter = metrics.get_meter("django_singletask")
-holds = meter.create_histogram(
+meter: metrics.Meter = metrics.get_meter("django_singletask")
+holds: metrics.Histogram = meter.create_histogram(
     "singletask.lock.hold",
     unit="s",
     description="Seconds for which a lock was held.",
     explicit_bucket_boundaries_advisory=BUCKETS,
 )
-conflicts = meter.create_counter(
+conflicts: metrics.Counter = meter.create_counter(
     "singletask.lock.conflicts", description="Calls that found their lock held."
 )
-duplicates = meter.create_counter(
+duplicates: metrics.Counter = meter.create_counter(
     "singletask.lock.duplicates", description="Calls that an identical queued call stopped."
 )
-trouble = meter.create_counter(
+trouble: metrics.Counter = meter.create_counter(
     "singletask.lock.trouble", description="Locks that expired, were lost, retaken or cleared."
 )
 

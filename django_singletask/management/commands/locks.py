@@ -206,10 +206,10 @@ class Command(BaseCommand):
     """List the locks that are held now, explain one, clear some; read and prune their history."""
 
     help = "List the locks that are held now, explain one, clear some; read their history."
-    requires_system_checks: list[str] = []
+    requires_system_checks = []
     # ``call_command`` checks the keywords against these: it does not know the action.
     stealth_options = tuple(set[str]().union(*map(options_of, ACTIONS)))
-    typed_action = ""
+    typed_action: str = ""
 
     def run_from_argv(self, argv: list[str]) -> None:
         """Run as a separate process, whose output may end early."""
@@ -275,7 +275,7 @@ class Command(BaseCommand):
 
     @no_translations  # only the words that the admin has, too, are translated
     def handle(self, *args: Any, **options: Any) -> None:
-        self.prints_json = options["json"]
+        self.prints_json: bool = options["json"]
         action = self.typed_action
         if not action:
             action = "list"
