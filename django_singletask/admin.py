@@ -195,7 +195,7 @@ class EventList(ChangeList):
         self.form: dict[str, Any] = window_form(request, timezone.now())
         chosen = {TaskFilter.parameter_name, WhatFilter.parameter_name, "p"}
         self.unfiltered = [pair for pair in request.GET.items() if pair[0] not in chosen]
-        what = request.GET.get(WhatFilter.parameter_name, "")
+        what = request.GET.get(WhatFilter.parameter_name, "")  # pyright: ignore[reportCallIssue, reportArgumentType]
         if what not in words.WORDS:
             what = ""
         times = ALWAYS
@@ -305,7 +305,7 @@ class TaskLockEventAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
 
     def has_clear_permission(self, request: HttpRequest) -> bool:
         """Return whether the user may clear locks, which needs the permission to view, too."""
-        if not request.user.has_perm(f"{self.opts.app_label}.clear_lock"):
+        if not request.user.has_perm(f"{self.opts.app_label}.clear_lock"):  # pyright: ignore[reportAttributeAccessIssue]
             return False
         return self.has_view_permission(request)
 

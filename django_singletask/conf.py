@@ -41,6 +41,7 @@ class Conf:
     A setting is read when it is needed first, and again after ``setting_changed``.
     """
 
+    lock_timeout: float
     history: str
     """The helpers of ``testing`` set it on the class, where :meth:`forget` leaves it."""
 

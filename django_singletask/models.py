@@ -162,9 +162,9 @@ class TaskLockEvent(models.Model):
         )
 
     def __str__(self) -> str:
-        what = self.get_kind_display()
+        what = self.get_kind_display()  # pyright: ignore[reportAttributeAccessIssue]
         if self.outcome:
-            what = self.get_outcome_display()
+            what = self.get_outcome_display()  # pyright: ignore[reportAttributeAccessIssue]
         return f"{self.name}: {what}"
 
     @property

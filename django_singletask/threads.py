@@ -8,7 +8,7 @@ import sys
 import threading
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 from django_singletask.forks import at_fork
 from django_singletask.log import logger
@@ -30,13 +30,15 @@ from django_singletask.log import logger
 # gevent and eventlet replace these names, perhaps after this package was imported. So no such thing
 # is made or imported by name before its first use.
 
+T = TypeVar("T")
+
 made: dict[str, Any] = {}
 """The ``"variables"`` of each thread or greenlet, once :func:`put` has set one."""
 
 at_fork(after_in_child=made.clear)
 
 
-def put(name: str, value: Any) -> Any:
+def put(name: str, value: T) -> T:
     """Set a variable of this thread or greenlet, and return its value."""
     variables = made.setdefault("variables", threading.local())  # the first thread decides
     setattr(variables, name, value)

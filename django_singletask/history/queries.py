@@ -48,7 +48,7 @@ class Microseconds(models.Func):
     """A time of SQLite as a number; only the difference of two such numbers is of use."""
 
     template = "86400e6 * julianday(%(expressions)s)"
-    output_field = models.FloatField()
+    output_field = models.FloatField()  # pyright: ignore[reportAssignmentType]
 
 
 class NoHistory(Exception):

@@ -191,6 +191,6 @@ def _key_maker(function: Any, key: LockName | None) -> Callable[[Any, Any], Lock
 
     def key_of(args: Any, kwargs: Any) -> LockKey:
         arguments = parameters.bind(path, args, kwargs, defaults=True)
-        return named_key("key", key, path, parameters, arguments)
+        return named_key("key", key, path, parameters, arguments)  # pyright: ignore[reportArgumentType]
 
     return key_of

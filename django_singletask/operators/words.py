@@ -249,7 +249,7 @@ def reason(event: TaskLockEvent) -> str:
     """Return why something happened; of a conflict, what became of the call, by which policy."""
     if event.kind != "conflict":
         return event.reason
-    result = event.get_result_display()
+    result = event.get_result_display()  # pyright: ignore[reportAttributeAccessIssue]
     if event.reason in ("skip", "raise", "wait"):
         return result  # the policy would say it twice
     return f"{result}: {event.reason}"

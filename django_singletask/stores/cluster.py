@@ -276,7 +276,7 @@ class ClusterStore(RedisStore):
             except LockUnavailable as error:
                 failure = error
         else:
-            raise failure
+            raise failure  # pyright: ignore[reportGeneralTypeIssues]
         addresses = {*owners}
         promoted = set[str]()
         if nodes.addresses:

@@ -174,7 +174,7 @@ class Delivery:
         if request is None and options.on_conflict == "requeue":
             options.on_conflict = "raise"  # it cannot be postponed
         self.task = task
-        self.request = request
+        self.request: Any = request
         self.header = header
         # Not as one partial: if the body is one, too, its own arguments would look like the call's.
         self.body = body
@@ -207,7 +207,7 @@ class Delivery:
         if header.queued:
             self.queued_call = QueuedCall(self.ref, options, header.queued)
             # For apply_async(), if the body sends its call again, or another with the same entry.
-            request.singletask_queued_call = self.queued_call
+            request.singletask_queued_call = self.queued_call  # pyright: ignore[reportOptionalMemberAccess]
 
     def run(self) -> Any:
         """Run the body under its lock, or do what ``on_conflict`` says.
@@ -405,7 +405,7 @@ class Delivery:
             if self.queued_call:
                 self._keep_entry(self.queued_call)
             if self.again:
-                note(self.key, self.request.id, DONE)
+                note(self.key, self.request.id, DONE)  # pyright: ignore[reportOptionalMemberAccess]
         if isinstance(self.result, Retry) and self.result.is_eager:  # type: ignore[attr-defined]
             self.lease.at_least = 0  # of retry(throw=False); see Lease.leave_body()
         return self.result

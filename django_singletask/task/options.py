@@ -106,7 +106,7 @@ def check_value(option: str, where: str, value: Any, parameters: Parameters | No
     if kind:
         raise TypeError(f"{what} must be {kind}, not {shown(value)}.")
     if parameters and option == "lock_on" and not parameters.extra:
-        parameters.check_names(f"{option}={value!r} {where}", value)
+        parameters.check_names(f"{option}={value!r} {where}", value)  # pyright: ignore[reportArgumentType]
     if parameters and option == "lock_name" and isinstance(value, str):
         template_fields(f"{option}={value!r} {where}", value, parameters)
 
