@@ -6,8 +6,10 @@ None of them opens a connection.
 from __future__ import annotations
 
 import re
+from importlib.metadata import version
 from typing import Any
 
+import celery
 from celery import current_app
 from celery.app.annotations import resolve_all
 from django.conf import settings
@@ -20,6 +22,7 @@ from django.core.exceptions import ImproperlyConfigured
 from django.db import connections, router
 
 from django_singletask.conf import HISTORY_MODES, TASK_URL, conf
+from django_singletask.hooks import HOOKS, TESTED, missing_hooks
 from django_singletask.log import in_words
 from django_singletask.models import TaskLockEvent
 from django_singletask.stores import choose, find_store, load_store, open_cache
@@ -65,7 +68,7 @@ SWITCHES = (
 
 def run() -> Messages:
     """Return the messages that matter when a worker starts."""
-    return [*check_cache(), *check_settings(), *check_tasks()]
+    return [*check_celery(), *check_cache(), *check_settings(), *check_tasks()]
 
 
 def _message(number: str, text: str | Exception, hint: str, obj: str | None = None) -> Any:
@@ -75,6 +78,25 @@ def _message(number: str, text: str | Exception, hint: str, obj: str | None = No
         message = checks.Warning
     hint = f"{hint} See {DOCS}/reference/checks.html#{number.lower()}"
     return message(f"{text}", hint=hint, obj=obj, id=f"django_singletask.{number}")
+
+
+@checks.register("singletask")
+def check_celery(**kwargs: Any) -> Messages:
+    """Check that the installed Celery has what this package uses, and that it is tested."""
+    found = []
+    tested = ".".join(map(str, TESTED))
+    step = f"install a tested Celery: pip install 'celery=={tested}.*'."
+    for name in missing_hooks():
+        package = name.partition(".")[0]
+        has_no = f"{package} {version(package)} has no {name}"
+        text = f"{has_no}, which django_singletask needs to {HOOKS[name]}."
+        hint = f"Update django-singletask. If that does not help, report it, and {step}"
+        found.append(_message("E020", text, hint))
+    if celery.VERSION[:2] > TESTED:
+        text = f"Celery {celery.__version__} is newer than {tested}, the newest that is tested."
+        hint = f"Update django-singletask. If that does not help, try your tasks, or {step}"
+        found.append(_message("W010", text, hint))
+    return found
 
 
 @checks.register(checks.Tags.caches)
@@ -247,6 +269,8 @@ def _wrong(number: str, name: str, rule: str, example: str) -> Any:
 @checks.register("singletask")
 def check_tasks(**kwargs: Any) -> Messages:
     """Check the lock options of every registered :class:`SingletonTask`."""
+    if missing_hooks():
+        return []  # to find the tasks may need them; check_celery() reports them
     import_tasks()
     tasks = list(singleton_tasks().values())
     return [message for task in tasks for message in _of_task(task)] + _of_late_tasks(tasks)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import os
+import pkgutil
 import re
 import socket
 import subprocess
@@ -14,10 +15,12 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from functools import partial
+from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import celery
 import pytest
 from celery import Celery, current_app
 from django.core import checks as django_checks
@@ -37,7 +40,7 @@ from django.db.utils import ConnectionHandler
 from django.test import override_settings
 from django_redis.cache import RedisCache as DjangoRedisCache
 
-from django_singletask import SingletonTask, checks, stores
+from django_singletask import SingletonTask, checks, hooks, stores
 from django_singletask.stores.base import Entry, Outcome, Store
 from tests import inside
 from tests.settings import cache as configured
@@ -144,11 +147,94 @@ def only(messages: list[CheckMessage], id: str, kind: type | None = None) -> Che
     return message
 
 
+# Celery
+
+
+@pytest.fixture
+def versions(monkeypatch):
+    """Give the function that lets a minor version of Celery be installed."""
+
+    def install(minor: int) -> None:
+        monkeypatch.setattr(celery, "VERSION", (5, minor, 0, "rc1", ""))
+        monkeypatch.setattr(celery, "__version__", f"5.{minor}.0rc1")
+
+    return install
+
+
+@pytest.mark.parametrize("minor", [4, 5, 6, 7])
+def test_a_tested_celery_is_fine(versions, minor):
+    versions(minor)
+    assert checks.check_celery() == []
+
+
+def test_a_newer_celery_gives_a_warning(versions):
+    versions(8)
+    message = only(checks.check_celery(), "W010")
+    assert message.msg == "Celery 5.8.0rc1 is newer than 5.7, the newest that is tested."
+    assert message.hint.endswith("or install a tested Celery: pip install 'celery==5.7.*'.")
+
+
+@pytest.fixture(params=hooks.HOOKS)
+def missing(request, monkeypatch):
+    """Remove a name from Celery or kombu."""
+    module, _, path = request.param.partition(":")
+    if request.param == hooks.ORIGINAL_BODY:
+        monkeypatch.setattr(hooks, "add_autoretry_behaviour", lambda task: None)
+    elif not path:
+        monkeypatch.setitem(sys.modules, module, None)
+    else:
+        owner, _, name = request.param.rpartition(".")
+        monkeypatch.delattr(pkgutil.resolve_name(owner), name)
+    return request.param
+
+
+def test_a_private_name_that_is_missing_is_an_error(versions, missing):
+    versions(7)
+    package = missing.partition(".")[0]
+    message = only(checks.run(), "E020")
+    assert message.msg == (
+        f"{package} {metadata.version(package)} has no {missing}, which django_singletask needs to "
+        f"{hooks.HOOKS[missing]}."
+    )
+    assert message.hint.startswith("Update django-singletask.")
+
+
+def test_each_private_name_of_a_request_is_looked_for():
+    package = Path(checks.__file__).parent
+    code = "".join(path.read_text() for path in package.rglob("*.py"))
+    used = set(re.findall(r"request\.(_\w+)", code))
+    assert used == {"_payload", "_protected"}
+    assert used <= {name.rpartition(".")[2] for name in hooks.HOOKS}
+
+
+def test_the_look_at_celery_does_not_import_its_pools():
+    code = "import sys; from django_singletask.hooks import missing_hooks; print(missing_hooks(), "
+    code += "{'billiard.pool', 'celery.concurrency.prefork'} & sys.modules.keys())"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "[] set()\n"
+
+
+@pytest.mark.parametrize(
+    ("path", "text"),
+    [
+        ("README.rst", "Celery 5.4 to {}"),
+        ("docs/reference/policy.rst", "   * - Celery\n     - 5.4 to {}\n"),
+        ("tox.ini", "celery~={}.0"),
+        (".github/workflows/test.yml", "celery~={}.0"),
+    ],
+)
+def test_the_tested_celery_is_that_of_the_docs_and_of_the_runs(path, text):
+    tested = ".".join(map(str, hooks.TESTED))
+    assert text.format(tested) in (ROOT / path).read_text()
+
+
 # The cache
 
 
 def test_the_settings_of_the_tests_are_fine():
-    assert checks.run() == []
+    assert checks.run() == checks.check_celery()
 
 
 @pytest.mark.parametrize("value", ["nowhere", None, ["locks"], 7])
@@ -448,6 +534,7 @@ def test_who_follows_a_page_gets_no_warning_about_sqlite(history_in, tmp_path, p
     assert checks.check_history() == []
 
 
+@pytest.mark.skipif(celery.VERSION[:2] > hooks.TESTED, reason="a new Celery gives a warning")
 def test_the_demo_gets_no_warning():
     done = subprocess.run(
         [sys.executable, "manage.py", "check", "--tag", "caches", "--tag", "singletask"],
