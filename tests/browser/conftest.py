@@ -191,7 +191,7 @@ def worker(django_db_setup: None, tmp_path_factory: pytest.TempPathFactory) -> I
     worker = Worker(folder, queue, concurrency=3, options=options)
     with worker:
         yield worker
-        worker.kill_group()
+        worker.finish()
     with app.connection_or_acquire() as connection:
         connection.default_channel.queue_delete(queue)
 

@@ -71,7 +71,7 @@ def start_worker(
 
     yield start
     for worker in workers:
-        worker.kill_group()
+        worker.finish()
         print(worker.text()[-100_000:])
 
 
@@ -88,7 +88,7 @@ def workers(
             env = ELSEWHERE if place == "elsewhere" else {}
             folder = tmp_path_factory.mktemp("worker")
             worker = Worker(folder, queue, cache=cache, concurrency=4, env=env)
-            stack.callback(worker.kill_group)
+            stack.callback(worker.finish)
             return worker.start()
 
         yield worker_for

@@ -106,6 +106,15 @@ class Worker:
             except subprocess.TimeoutExpired:
                 self.kill_group()
 
+    def finish(self) -> None:
+        """End the process group at once, but warmly while the coverage is measured.
+
+        A process that is killed does not say which lines it has run.
+        """
+        if "COVERAGE_PROCESS_CONFIG" in os.environ:
+            self.stop()
+        self.kill_group()
+
     def __enter__(self) -> Worker:
         return self.start()
 
