@@ -94,7 +94,7 @@ def check_celery(**kwargs: Any) -> Messages:
         found.append(_message("E020", text, hint))
     if celery.VERSION[:2] > TESTED:
         text = f"Celery {celery.__version__} is newer than {tested}, the newest that is tested."
-        hint = f"Update django-singletask. If that does not help, try your tasks, or {step}"
+        hint = f"Update django-singletask, or try your tasks and silence this check, or {step}"
         found.append(_message("W010", text, hint))
     return found
 
