@@ -29,7 +29,7 @@ def in_files(settings: object) -> Iterator[None]:
 
 def problems() -> list[checks.CheckMessage]:
     """Return what the checks of the package say of the cache."""
-    found = checks.run_checks(include_deployment_checks=True)
+    found = checks.run_checks(tags=[checks.Tags.caches], include_deployment_checks=True)
     return [message for message in found if str(message.id).startswith("django_singletask.")]
 
 
