@@ -286,6 +286,7 @@ class TaskLockEventAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
             "title": tabs.get(request.path, ""),
             "tabs": [(url, label, url == request.path) for url, label in tabs.items()],
             "history_is_off": conf.history == "off",
+            "keeps_only_trouble": conf.history_keeps == "trouble",
             "opts": self.model._meta,
             "sheets": ("admin/css/changelists.css", "django_singletask/admin.css"),
             "may_clear": self.has_clear_permission(request),

@@ -21,7 +21,7 @@ from django.core.cache.backends.locmem import LocMemCache
 from django.core.exceptions import ImproperlyConfigured
 from django.db import connections, router
 
-from django_singletask.conf import HISTORY_MODES, TASK_URL, conf
+from django_singletask.conf import HISTORY_KEEPS, HISTORY_MODES, TASK_URL, conf
 from django_singletask.hooks import HOOKS, TESTED, missing_hooks
 from django_singletask.log import in_words
 from django_singletask.models import TaskLockEvent
@@ -248,6 +248,8 @@ def check_settings(**kwargs: Any) -> Messages:
         found.append(_wrong("E016", "history_days", rule, "days, such as 30"))
     if conf.history not in HISTORY_MODES:
         found.append(_wrong("E013", "history", f"one of {HISTORY_MODES}", "'background'"))
+    if conf.history_keeps not in HISTORY_KEEPS:
+        found.append(_wrong("E021", "history_keeps", f"one of {HISTORY_KEEPS}", "'trouble'"))
     for number, name, example in SWITCHES:
         if not isinstance(getattr(conf, name), bool):
             found.append(_wrong(number, name, "True or False", example))

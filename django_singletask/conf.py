@@ -21,6 +21,8 @@ DEFAULTS: dict[str, Any] = {
     "lock_timeout": 60,
     # How the history is written: "background", "inline" or "off".
     "history": "background",
+    # What it keeps: "all", or only "trouble", and the calls that found a lock held.
+    "history_keeps": "all",
     # The days for which the history is kept.
     "history_days": 30,
     # Whether names show the arguments of a call.
@@ -33,6 +35,7 @@ DEFAULTS: dict[str, Any] = {
 TASK_URL = re.compile(r"https?://[^{}\s/?#]+[/?#](?:[^{}\s]*\{task_id\})+[^{}\s]*", re.IGNORECASE)
 """A valid ``SINGLETASK_TASK_URL``: no scheme that runs code, and no field in the host name."""
 HISTORY_MODES = ("background", "inline", "off")
+HISTORY_KEEPS = ("all", "trouble")
 
 
 class Conf:

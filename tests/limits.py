@@ -129,6 +129,14 @@ SETTINGS = {
         wrong_types=[True, None],
         wrong_values=["sometimes"],
     ),
+    "SINGLETASK_HISTORY_KEEPS": Limit(
+        "E021",
+        " must be one of ('all', 'trouble'), not {value}.",
+        usual=["all", "trouble"],
+        extreme=[],
+        wrong_types=[True, None],
+        wrong_values=["conflicts"],
+    ),
     "SINGLETASK_RECORD_ARGUMENTS": Limit(
         "E014",
         " must be True or False, not {value}.",

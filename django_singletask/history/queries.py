@@ -51,6 +51,9 @@ class Microseconds(models.Func):
     output_field = models.FloatField()  # pyright: ignore[reportAssignmentType]
 
 
+ONLY_TROUBLE = "SINGLETASK_HISTORY_KEEPS = 'trouble': runs without trouble are not kept."
+
+
 class NoHistory(Exception):
     """The history is off, or cannot be read."""
 

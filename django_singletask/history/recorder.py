@@ -18,7 +18,7 @@ from django_singletask.forks import at_fork, close_before_forks, leak, undivided
 from django_singletask.history.queries import remedy
 from django_singletask.history.writing import is_outage, write
 from django_singletask.log import in_words, logger
-from django_singletask.models import RETAKEN, TROUBLE, TaskLockEvent
+from django_singletask.models import COUNTED, RETAKEN, TROUBLE, TaskLockEvent
 from django_singletask.signals import LockEvent, lock_event
 from django_singletask.stores.database import trouble
 from django_singletask.threads import Background, has_threads
@@ -52,10 +52,19 @@ setting_changed.connect(connect)
 def receive(*, event: LockEvent, **kwargs: Any) -> None:
     """Record an event; a failure is logged and does not affect the task."""
     mode = conf.history
-    if mode == "off" or (event.quiet and event.kind not in TROUBLE and not event.retaken):
+    if mode == "off":
+        return
+    in_thread = False
+    if mode != "inline":
+        in_thread = has_threads()
+    # Of a run that has only begun, no thread could delete the row in time: see _without_good().
+    if conf.history_keeps == "trouble" and not in_thread and event.kind not in COUNTED:
+        event = dataclasses.replace(event, quiet=True)
+    facts = (event.kind, event.outcome)
+    if event.quiet and not event.retaken and TROUBLE.keys().isdisjoint(facts):
         return
     try:
-        if mode != "inline" and has_threads():
+        if in_thread:
             writer.add(event)
             if writer.thread is None:
                 writer.begin()

@@ -18,6 +18,7 @@ from django.conf import settings
 from django.db import connections, models, router, transaction
 from django.utils.timezone import get_default_timezone, make_naive
 
+from django_singletask.conf import conf
 from django_singletask.forks import undivided
 from django_singletask.holder import clean
 from django_singletask.models import COUNTED, RETAKEN, TROUBLE, WAS_WAITING, TaskLockEvent
@@ -44,7 +45,8 @@ Row = dict[str, Any]
 #   run:       ends .............................. writes "released"
 #   sweep:            finds no token, writes "expired"
 
-STRENGTH = ["", "expired", "dead", "released", "unguarded", "lost", "cleared"]
+WEAKER = ["", "expired", "dead", "released"]
+STRENGTH = [*WEAKER, "unguarded", "lost", "cleared"]
 RANKS = " ".join(f"WHEN '{outcome}' THEN {rank}" for rank, outcome in enumerate(STRENGTH))
 NEW = f"CASE excluded.outcome {RANKS} END"
 OLD = f"CASE old.outcome {RANKS} END"
@@ -119,7 +121,23 @@ def write(events: Iterable[LockEvent]) -> None:
     in_order = [rows[ref] for ref in sorted(rows)]
     with undivided(connection), transaction.atomic(connection.alias), connection.cursor() as cursor:
         for batch in [in_order, *more]:
-            _upsert(connection, cursor, batch)
+            kept = _without_good(batch, connection.alias)
+            if kept:
+                _upsert(connection, cursor, kept)
+
+
+def _without_good(rows: list[Row], alias: str) -> list[Row]:
+    """Return the rows to write: all of them, or all but the runs that ended without trouble.
+
+    These are deleted if they are in the database. Their begin is there if a batch had only that.
+    """
+    if conf.history_keeps != "trouble":
+        return rows
+    good = {row["ref"] for row in rows if row["outcome"] == "released" and not row["retaken"]}
+    runs = TaskLockEvent.objects.using(alias).filter(outcome__in=WEAKER, retaken=0)
+    written = runs.values_list("pk", flat=True).runs(good)  # type: ignore[attr-defined]
+    runs.filter(pk__in=written).delete()
+    return [row for row in rows if row["ref"] not in good]
 
 
 def _row(event: LockEvent, adapt: Callable[[datetime], Any]) -> Row:

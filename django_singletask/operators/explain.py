@@ -13,7 +13,15 @@ from contextlib import suppress
 from datetime import datetime
 from typing import Any, NamedTuple
 
-from django_singletask.history.queries import NEWEST, NoHistory, UsualHold, ago, reading
+from django_singletask.conf import conf
+from django_singletask.history.queries import (
+    NEWEST,
+    ONLY_TROUBLE,
+    NoHistory,
+    UsualHold,
+    ago,
+    reading,
+)
 from django_singletask.locks.keys import QUEUED, lock_of_slot
 from django_singletask.models import OF_CALLS, RETAKEN, TaskLockEvent
 from django_singletask.operators import words
@@ -253,6 +261,9 @@ def _note_rows(known: Why, rows: list[TaskLockEvent]) -> None:
 
 
 def _last_completed(rows: list[TaskLockEvent]) -> TaskLockEvent | None:
+    """Return the last completed run; None if such runs are not kept: it would be an old one."""
+    if conf.history_keeps == "trouble":
+        return None
     return next((row for row in rows if row.is_completed), None)
 
 
@@ -342,6 +353,8 @@ def _tell_past(why: Why) -> Iterator[Fact]:
     yield Fact("completed", _tell_completed(why))
     for row in why.troubles:
         yield Fact("trouble", _named(why, row, _tell_trouble(row)))
+    if conf.history_keeps == "trouble":
+        yield Fact("history", ONLY_TROUBLE)
 
 
 def _tell_trouble(row: TaskLockEvent) -> str:

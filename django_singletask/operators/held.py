@@ -229,10 +229,10 @@ def _list_expired(tokens: set[str]) -> list[HeldLock]:
 def must_be_known(selectors: Iterable[Selector], locks: Sequence[HeldLock] = ()) -> None:
     """Raise :class:`UnknownName` if a name selects no lock, no task and no row of the history.
 
-    A pattern may select nothing. If the history is off or cannot be read, no name is refused,
-    since a free lock leaves no other trace.
+    A pattern may select nothing. If the history is off, cannot be read, or keeps only trouble, no
+    name is refused, since a free lock leaves no other trace.
     """
-    if conf.history == "off":
+    if conf.history == "off" or conf.history_keeps == "trouble":
         return
     for selector in selectors:
         if selector.is_pattern or any(map(selector.selects, locks)) or selector.tasks:

@@ -8,6 +8,7 @@ from datetime import datetime, timedelta
 
 from django.utils.timezone import now as django_now
 
+from django_singletask.conf import conf
 from django_singletask.history.queries import NEWEST, OPEN, ago, reading
 from django_singletask.models import COUNTED, TaskLockEvent
 from django_singletask.operators.names import Selector
@@ -126,6 +127,11 @@ def _unmet_calls(
     # the clocks of the two hosts say otherwise.
     tokens = {row.token for row in completed}
     calls = [row for row in calls if row.blocked_by not in tokens]
+    if conf.history_keeps == "trouble":
+        # A run that has completed has no row, so only a run that still holds the lock is known not
+        # to have completed.
+        open_tokens = {row.ref for row in newest if not row.outcome}
+        calls = [row for row in calls if row.blocked_by in open_tokens]
     if ended_at:
         calls = [row for row in calls if row.end > ended_at]
     return calls

@@ -361,7 +361,8 @@ def test_trouble_of_a_quiet_task_is_recorded(work):
     work.lock_history = False
     with work.lock() as lock:
         inside.forget(lock)
-    assert [row.outcome for row in rows()] == ["lost"]
+    [row] = rows()
+    assert (row.outcome, row.result) == ("lost", "returned")
 
 
 def test_row_of_a_quiet_run_that_was_retaken_does_not_stay_open():

@@ -181,6 +181,16 @@ def test_pages_say_that_the_history_is_off_above_old_rows_and_what_is_held(
 
 
 @pytest.mark.parametrize("page", LISTS)
+def test_pages_say_that_runs_without_trouble_are_not_kept(operator, settings, page):
+    note = "runs without trouble are not kept, and these pages neither show nor count them."
+    assert note not in content_of(operator, BASE + page)
+    settings.SINGLETASK_HISTORY_KEEPS = "trouble"
+    assert content_of(operator, BASE + page).count(note) == 1
+    settings.SINGLETASK_HISTORY = "off"
+    assert note not in content_of(operator, BASE + page)
+
+
+@pytest.mark.parametrize("page", LISTS)
 def test_number_of_statements_does_not_grow_with_locks_and_rows(operator, page):
     def statements():
         inside.forget_tasks_of_the_history()  # else the minute decides whether they are asked for

@@ -12,6 +12,7 @@ import time
 
 import pytest
 
+from django_singletask.history import sweep as history
 from django_singletask.models import TaskLockEvent
 from tests.command_line import locks
 from tests.deadline import wait_for
@@ -124,6 +125,29 @@ def test_a_lost_host_blocks_for_the_lease_alone(start_worker, worker, key):
         blocked, sent = sent, time.monotonic()
         assert sent - killed < 60
     assert blocked - killed < 3 + 1 + 1  # memcached: + 1
+
+
+@pytest.mark.parametrize(("victim", "outcome"), [("child", "dead"), ("worker", "expired")])
+def test_a_killed_run_leaves_a_row_where_only_trouble_is_kept(start_worker, key, victim, outcome):
+    env = {"DJANGO_SETTINGS_MODULE": "tests.only_trouble_settings", **ELSEWHERE}
+    worker = start_worker(env=env, concurrency=1)
+    assert worker.call(tasks.hold, key) == "ran"
+    result, pid = worker.run(tasks.long, key, lock_options={"lock_timeout": 2})
+    rows = TaskLockEvent.objects.filter(name__contains=key)
+    wait_for(rows.exists, "its begin is written")
+    if victim == "child":
+        os.kill(pid, signal.SIGKILL)
+    else:
+        worker.kill_group()
+
+    def found():
+        history.sweep()
+        return rows.filter(outcome=outcome).exists()
+
+    wait_for(found, "its end is noticed")
+    [run] = rows  # the run before it left none
+    assert (run.task_id, run.pid, run.timeout, run.ended_at) == (result.id, pid, 2, None)
+    assert run.at < run.noticed_at
 
 
 VISIBILITY = {

@@ -19,7 +19,7 @@ from django.utils import timezone
 
 from django_singletask.conf import conf
 from django_singletask.exceptions import LockUnavailable
-from django_singletask.history.queries import NoHistory, reading
+from django_singletask.history.queries import ONLY_TROUBLE, NoHistory, reading
 from django_singletask.history.sweep import prune
 from django_singletask.holder import clean
 from django_singletask.log import logger
@@ -378,6 +378,8 @@ class Command(BaseCommand):
             self.stderr.write(
                 "SINGLETASK_HISTORY = 'off': nothing is recorded, and all rows are old."
             )
+        elif conf.history_keeps == "trouble":
+            self.stderr.write(ONLY_TROUBLE)
         self.show({"rows": rows}, output.history_table(rows), "The history has no matching row.")
 
     def metrics(self, options: dict[str, Any]) -> None:
