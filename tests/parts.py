@@ -76,7 +76,7 @@ class Part:
         return self.process.returncode in (0, 5)  # 5: nothing was selected in its files
 
 
-def files(patterns: list[str]) -> list[str]:
+def paths_of(patterns: list[str]) -> list[str]:
     """Return the files and folders of a part."""
     paths = [path for pattern in patterns for path in (ROOT / "tests").glob(pattern)]
     return sorted(str(path.relative_to(ROOT)) for path in paths)
@@ -105,7 +105,7 @@ def run(which: str, arguments: list[str], notice: str) -> int:
     options = [f"--run={which}", "-q", *arguments, seed]
     with tempfile.TemporaryDirectory(prefix="singletask-") as path:
         folder = Path(path)
-        parts = [start(folder, name, [*files(PARTS[name]), *options]) for name in PARTS]
+        parts = [start(folder, name, [*paths_of(PARTS[name]), *options]) for name in PARTS]
 
         def terminate(*signal_and_frame: object) -> None:
             for part in parts:

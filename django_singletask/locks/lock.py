@@ -211,11 +211,20 @@ class TaskLock:
         await self._take_in_threads(None, in_block=True)
         return self
 
+    # A received lock is entered, not taken
+    #
+    # A signal handler or another thread can release it while its block begins. Taken then, it would
+    # have the token, the bytes and the fencing token of its first acquisition:
+    #
+    #   block:     reserves: held                        not held: takes it again    body
+    #   handler:                     release(): deletes
+    #
+    # So ``taken_at`` decides, which stays, and not ``held``. The block begins without the lock.
+
     def _take(self, wait: float | None, *, in_block: bool) -> bool:
         origin = here()
         try:
             lease = self._reserve(wait, origin, in_block)
-            # What was received is not taken again, also if a signal handler has released it.
             if not lease.taken_at and lease.take() is not None:
                 return self._meet_conflict(lease)
             self.key = lease.key

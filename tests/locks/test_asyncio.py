@@ -215,6 +215,19 @@ class TestQuestions:
 
         run(main)
 
+    def test_a_received_lock_that_a_signal_handler_frees_meanwhile_is_not_taken(self, on_redis):
+        lock = TaskLock(NAME)
+        lock.acquire()
+        received = TaskLock.receive(lock.hand_over(for_=60))
+
+        async def main():
+            with inside.signal_while_entering(received.release):
+                async with received:
+                    assert not received
+                    assert not await received.alocked()
+
+        run(main)
+
 
 class TestOnlyOne:
     def test_a_coroutine_function_holds_the_lock_around_its_awaits(self, on_redis):

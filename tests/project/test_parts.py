@@ -13,6 +13,7 @@ from typing import Any
 from tests import parts
 from tests.conftest import is_for
 from tests.report import VARIABLE, Reader
+from tests.testapp import log
 
 ROOT = Path(__file__).parents[2]
 CONFTEST = f"""
@@ -111,6 +112,24 @@ def test_a_run_that_tests_nothing_has_failed(capsys) -> None:
     assert "no test is selected" in capsys.readouterr().out
 
 
+def test_a_line_of_a_report_is_read_when_it_is_whole(tmp_path) -> None:
+    reader = Reader(tmp_path / "report")
+    line = b'{"test": "test_some", "outcome": "failed"}\n'
+    reader.path.write_bytes(line[:20])
+    assert reader.read() == []
+    reader.path.write_bytes(line)
+    assert reader.read() == ["test_some"]
+
+
+def test_a_line_of_the_log_of_tasks_is_counted_when_it_is_whole(tmp_path) -> None:
+    file = tmp_path / "log"
+    file.write_bytes(b'{"event": "start"}\n{"event": "e')
+    end = log.size(file)
+    with file.open("ab") as lines:
+        lines.write(b'nd"}\n')
+    assert log.read(file, end) == [{"event": "end"}]
+
+
 def test_a_mark_is_for_a_whole_test_or_for_the_parameters_that_it_names() -> None:
     item: Any = SimpleNamespace(callspec=SimpleNamespace(id="late-redis-elsewhere"))
     assert is_for(item, "a reason")
@@ -123,6 +142,6 @@ def test_a_mark_is_for_a_whole_test_or_for_the_parameters_that_it_names() -> Non
 def test_each_file_is_in_one_part() -> None:
     found: list[Path] = []
     for patterns in parts.PARTS.values():
-        for path in map(ROOT.joinpath, parts.files(patterns)):
+        for path in map(ROOT.joinpath, parts.paths_of(patterns)):
             found += [path] if path.is_file() else path.rglob("test_*.py")
     assert sorted(found) == sorted((ROOT / "tests").rglob("test_*.py"))
