@@ -187,7 +187,7 @@ def measure(
         "history": lambda: history.cost(*((1, 200) if quick else (5, 3000))),
         "requeue": lambda: [requeue.requeue(100 if quick else 20_000)],
         "held": lambda: [held.held(rounds, levels)],
-        "admin": lambda: [admin_pages.table(pages)],
+        "admin": lambda: [admin_pages.table(pages, times=1 if quick else 5)],
     }
     return parts[part]()
 
