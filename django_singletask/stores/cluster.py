@@ -88,6 +88,7 @@ class Node(RedisStore):
         self.cache_alias: str = cluster.cache_alias
         self.client_errors: Errors = cluster.client_errors
         self.connect: Any = cluster.connect
+        self.epoch_key: str = cluster.epoch_key
         self.errors: Any = cluster.errors
         self.patience: float = cluster.patience
         self.pools: Pools = cluster.pools
@@ -127,9 +128,12 @@ class Node(RedisStore):
     #   node A:   restarts   CLUSTERDOWN: not ready             takes: wait 1 s
     #   node B:              CLUSTERDOWN: was ready before      takes: do not wait
 
+    def known_server(self) -> bytes | None:
+        return self.cluster.map.servers.get(self.where)
+
     def note_server(self, line: bytes) -> None:
         nodes = self.cluster.map
-        if line == b"not ready" and nodes.servers.get(self.where) in nodes.ready:
+        if line == b"not ready" and self.known_server() in nodes.ready:
             return
         for epoch, owner in zip(nodes.epochs, nodes.owners, strict=True):
             if owner == self.where:

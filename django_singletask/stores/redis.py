@@ -515,15 +515,32 @@ class RedisStore(Store):
         found = re.search(rb"\brun_id:\w+", facts)
         if found:
             connection.server = found[0]
+            if self.known_server() not in (None, found[0]):
+                self._ask_whether_ready(connection)
             self.note_server(found[0])
 
     # A server that restarts says who it is before it takes requests: it loads its snapshot, or
-    # waits for its cluster. The pause for the holders begins when it is ready. So after a refusal
-    # the next connection finds another server again:
+    # waits for its cluster. The pause for the holders begins when it is ready. So another server is
+    # asked for a key before it is noted:
     #
-    #   server:   restarts     loading ..............  ready
-    #   taker:     another run_id -> waits 1 s ...       another again -> waits 1 s    takes -> held
-    #   holder:                                                takes its lock again
+    #   server:   restarts, loads .....................  ready
+    #   taker:    another run_id: asks -> refused         asks: waits 1 s ............ takes -> held
+    #   holder:                                                    takes its lock again
+    #
+    # The first server of a process is noted at once. If it then refuses a request, the next
+    # connection finds another server.
+
+    def _ask_whether_ready(self, connection: Any) -> None:
+        """Raise what the server says until it takes requests."""
+        connection.send_command("GET", self.epoch_key)
+        try:
+            connection.read_response(disable_decoding=True)
+        except self.errors.ResponseError as refusal:  # such as: the key is on another node
+            if self._concerns_all(refusal):
+                raise
+
+    def known_server(self) -> bytes | None:
+        return self.epoch.server
 
     def note_server(self, line: bytes) -> None:
         self.epoch.note("server", line)

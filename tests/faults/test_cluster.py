@@ -474,6 +474,24 @@ def test_only_the_takes_of_a_node_that_forgot_are_held_back(
     assert pauses_to_take(second, 2) == 0
 
 
+def test_the_second_begins_when_a_node_that_restarted_takes_requests(
+    patient: Cluster, settings: Any
+) -> None:
+    """It says who it is from its start, and takes requests about two seconds later."""
+    settings.SINGLETASK_CACHE = "redis"
+    settings.SINGLETASK_HISTORY = "off"
+    with private_store(settings, "redis", patient.url) as store:
+        [name] = names_on(store, store.seeds[0])
+        assert can_be_taken(name)
+        epoch = store.group(key_of(name)).epoch
+        epoch.changed_at = -math.inf
+        restart(patient, 0)
+        assert not can_be_taken(name)
+        assert epoch.changed_at == -math.inf
+        assert eventually(lambda: can_be_taken(name))
+        assert epoch.changed_at > -math.inf
+
+
 @pytest.mark.only_all("a failover takes long")
 @pytest.mark.usefixtures("outside_of_tests")
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from django_singletask import LockUnavailable, TaskLock
 from django_singletask.stores import base, epoch, get_store
 from django_singletask.stores.base import TRIES, Forgotten
 from tests import inside
-from tests.entries import eventually, holder, key_of
+from tests.entries import eventually, holder, key_of, private_store
 from tests.servers import Memcached, Redis, Valkey, ask
 
 ROOT = Path(__file__).parents[2]
@@ -136,6 +136,39 @@ def test_a_process_that_knew_another_epoch_takes_nothing_for_a_second(cache_alia
     assert caplog.text.count("may have forgotten its locks") == 1
     take("third")
     assert len(pauses) == 1
+
+
+def refusal(store):
+    try:
+        store.read("nightly")
+    except LockUnavailable as error:
+        return str(error)
+    return ""
+
+
+def test_the_second_begins_when_a_server_has_loaded_its_snapshot(settings):
+    """It says who it is from its start. So the pause could be over before a holder can come."""
+    with (
+        ThreadPoolExecutor(1) as thread,  # the server ends with the thread that starts it
+        Redis() as server,
+        private_store(settings, "redis", server.url) as store,
+    ):
+        store.look()
+        for number in range(1000):
+            ask(server.port, f"SET other:{number} {'x' * 1000}\r\n".encode())
+        assert ask(server.port, b"SAVE\r\n") == b"+OK\r\n"
+        server.kill()
+        # Loading takes 50 s, unless it is told to go on.
+        server.config |= {"key_load_delay": 50_000, "loading_process_events_interval_bytes": 1024}
+        started = thread.submit(server.start)
+        assert eventually(lambda: "loading" in refusal(store))
+        settings.SINGLETASK_TESTING = False
+        with pytest.raises(LockUnavailable, match="loading"):  # the pause has not begun
+            inside.take(store, holder("a"), key_of("nightly"), waits=True)
+        ask(server.port, b"CONFIG SET key-load-delay 0\r\n")
+        started.result()
+        with pytest.raises(Forgotten):
+            inside.take(store, holder("a"), key_of("nightly"), waits=True)
 
 
 @pytest.mark.parametrize("cache_alias", ["pylibmc", "pymemcache"], indirect=True)
