@@ -18,7 +18,7 @@ from typing import Any
 from tests.deadline import wait_for
 
 NAME = "nightly"
-LEASE = 12.0
+LEASE = 60.0
 
 
 def in_new_greenlet(work: Callable[[], Any]) -> Any:

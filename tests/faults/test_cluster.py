@@ -36,12 +36,8 @@ from tests.servers import Cluster, Redis, Server, Valkey
 from tests.stores.test_acl import LINE
 from tests.stores.test_stores_redis import requests
 
-CLIENTS = [
-    "cluster",
-    "redis",
-    pytest.param("django_redis", marks=pytest.mark.only_all("shown with redis")),
-]
-"""Caches with the cluster client of django-valkey, and with clients that know no cluster."""
+CLUSTERS = {"cluster": Valkey, "redis": Redis}
+"""The servers for a cache whose client knows clusters, and for one whose client knows none."""
 ROOT = Path(__file__).parents[2]
 A, B = holder("a"), holder("b")
 EPOCH, FENCE = "singletask:@epoch", "singletask:@fence"
@@ -109,19 +105,25 @@ def test_keys_that_would_choose_the_node_are_refused(settings: Any, changes: Any
 # The requests, on both kinds of servers
 
 
-@pytest.fixture(scope="module", params=[Valkey, Redis], ids=["valkey", "redis"])
-def either(request: pytest.FixtureRequest) -> Iterator[Cluster]:
-    with Cluster(request.param) as both:
+@pytest.fixture(scope="module", params=CLUSTERS)
+def client(request: pytest.FixtureRequest) -> str:
+    """Give the alias of a cache."""
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def either(client: str) -> Iterator[Cluster]:
+    with Cluster(CLUSTERS[client]) as both:
         yield both
 
 
-@pytest.fixture(params=CLIENTS)
-def store(either: Cluster, settings: Any, request: pytest.FixtureRequest) -> Iterator[Any]:
-    settings.SINGLETASK_CACHE = request.param
+@pytest.fixture
+def store(either: Cluster, client: str, settings: Any) -> Iterator[Any]:
+    settings.SINGLETASK_CACHE = client
     settings.SINGLETASK_HISTORY = "off"
     for node in either.primaries:
         either.say(node, "FLUSHALL")
-    with private_store(settings, request.param, either.url) as store:
+    with private_store(settings, client, either.url) as store:
         yield store
 
 
@@ -215,7 +217,7 @@ def test_a_node_may_have_an_ipv6_address(settings: Any) -> None:
             assert addresses == {f"[::1]:{both.nodes[0].port}"}
 
 
-@pytest.mark.parametrize("store", ["redis"], indirect=True)
+@pytest.mark.parametrize("client", ["redis"], indirect=True)
 @pytest.mark.parametrize("cleared", [False, True])
 def test_a_release_that_a_node_made_before_another_one_took_over_counts_as_made(
     store: Any, monkeypatch: Any, cleared: bool
@@ -426,7 +428,7 @@ def test_a_free_lock_is_taken_as_soon_as_its_slot_has_moved(
 
 
 @pytest.mark.only_all("it starts processes")
-@pytest.mark.parametrize("store", ["redis"], indirect=True)
+@pytest.mark.parametrize("client", ["redis"], indirect=True)
 def test_many_processes_take_turns_while_slots_migrate(either: Cluster, store: Any) -> None:
     command = [sys.executable, "-m", "tests.racers", store.cache_alias, "2"]
     env = os.environ | variables(store.cache_alias, either)
@@ -560,19 +562,18 @@ def let_lag(both: Cluster, number: int) -> None:
     both.say(node, "CLIENT KILL TYPE replica")
 
 
-WAYS: dict[str, tuple[Callable[[Cluster, int], None], int, float]] = {
-    "flush": (flush, 0, 2.5),
-    # A node that was restarted takes requests after two seconds.
-    "restart": (restart, 0, 5),
-    "old snapshot": (restart, 0, 5),
-    "lagging replica": (fail_over, 1, 5),
+WAYS: dict[str, tuple[Callable[[Cluster, int], None], int]] = {
+    "flush": (flush, 0),
+    "restart": (restart, 0),
+    "old snapshot": (restart, 0),
+    "lagging replica": (fail_over, 1),
 }
-"""How a node forgets, how many replicas it has, and for how many seconds others want the lock."""
+"""How a node forgets, and how many replicas it has."""
 
 
 def forget(way: str, kind: type[Redis], alias: str, fault: str = "") -> dict[str, Any]:
     """Let the node of a held lock forget it, and return what tests/beside.py saw."""
-    work, replicas, seconds = WAYS[way]
+    work, replicas = WAYS[way]
     with Cluster(kind, enable_debug_command="yes", replicas=replicas) as both:
         key = key_of("nightly")
         number = node_of(key, both)
@@ -584,7 +585,7 @@ def forget(way: str, kind: type[Redis], alias: str, fault: str = "") -> dict[str
         if way == "lagging replica":
             let_lag(both, number)
         process = subprocess.Popen(
-            [sys.executable, "-m", "tests.beside", alias, str(seconds), *fault.splitlines()],
+            [sys.executable, "-m", "tests.beside", alias, *fault.splitlines()],
             cwd=ROOT,
             env=os.environ | variables(alias, both),
             text=True,
@@ -596,16 +597,14 @@ def forget(way: str, kind: type[Redis], alias: str, fault: str = "") -> dict[str
             return json.loads(process.stdout.read())
 
 
-@pytest.mark.only_all("another way shows it", "redis", "lagging replica-Valkey-cluster")
+@pytest.mark.only_all("another way shows it", "redis")
 @pytest.mark.parametrize(
     ("way", "kind", "alias"),
     [
         ("flush", Valkey, "cluster"),
         ("flush", Redis, "redis"),
         ("restart", Redis, "cluster"),
-        ("restart", Valkey, "django_redis"),
         ("old snapshot", Valkey, "redis"),
-        ("lagging replica", Valkey, "cluster"),
         ("lagging replica", Redis, "django_redis"),
     ],
 )
@@ -623,7 +622,8 @@ def test_a_holder_has_its_lock_back_before_others_take_it(way, kind, alias) -> N
     ],
 )
 def test_control_without_it_others_run_beside_the_holder(way, fault) -> None:
-    assert forget(way, Valkey, "redis", fault)["beside"] > 0
+    # Where the holder looks as often as without the fault, it may come first.
+    assert any(forget(way, Valkey, "redis", fault)["beside"] for _attempt in range(4))
 
 
 # A node that does not answer

@@ -30,9 +30,9 @@ LEASE = 2.0
 NOT_MEANWHILE = 300.0
 """The lease of a lock that must be released: it does not end during a test."""
 
-on_each_store = pytest.mark.parametrize(
+on_each_family = pytest.mark.parametrize(
     "cache_alias",
-    ["redis", "cluster", "pylibmc", "pymemcache", "db_postgres"],
+    ["redis", "cluster", "pymemcache", "db_postgres"],
     indirect=True,
 )
 
@@ -132,8 +132,7 @@ def interrupt_each_place(use: Callable[[str], None]) -> tuple[list[str], list[st
     return names, swallowed
 
 
-@pytest.mark.only_all("shown on another cache", "pylibmc")
-@on_each_store
+@on_each_family
 def test_a_limit_anywhere_in_a_with_block_is_told_and_the_lock_is_free(cache_alias):
     names, swallowed = interrupt_each_place(with_block)
     assert_free_in_the_end(names)
@@ -336,8 +335,8 @@ def interrupt_each_end(app: Celery, expected: Any, logged: Logged) -> tuple[list
     return names, other_result, other_log, left
 
 
-@pytest.mark.only_all("shown on another cache", "cluster", "pylibmc", "pymemcache", "db_postgres")
-@on_each_store
+@pytest.mark.only_all("shown on another cache", "cluster", "pymemcache", "db_postgres")
+@on_each_family
 @pytest.mark.parametrize("expected", ["ran", OfTheBody])
 def test_a_limit_after_the_body_of_a_task_changes_no_result(
     cache_alias, app, expected, logged, settings

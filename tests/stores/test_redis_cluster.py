@@ -261,11 +261,10 @@ def test_one_name_leads_to_all_nodes(kind, settings):
 
 
 @pytest.mark.only_all("it starts a cluster")
-@pytest.mark.parametrize("kind", [Redis, Valkey])
-def test_tls_and_a_password_on_each_node(kind, certificate: tuple[Path, Path], settings):
+def test_tls_and_a_password_on_each_node(certificate: tuple[Path, Path], settings):
     key, file = certificate
     files = {"tls_key_file": key, "tls_cert_file": file, "tls_ca_cert_file": file}
-    both = Cluster(kind, replicas=0, tls_cluster="yes", tls_auth_clients="no", **files)
+    both = Cluster(Redis, replicas=0, tls_cluster="yes", tls_auth_clients="no", **files)
     for node in both.nodes:
         node.config["tls_port"] = free_port()
     with both:

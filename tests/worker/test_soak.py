@@ -37,7 +37,7 @@ class OneNode(servers.Cluster):
 @pytest.fixture(params=["redis", "valkey", "cluster", "pylibmc", "pymemcache"])
 def store(request):
     """Give the alias of a cache, its server and how workers find it."""
-    if request.param in ("valkey", "pylibmc") and request.config.getoption("soak") < 60:
+    if request.param not in ("cluster", "pymemcache") and request.config.getoption("soak") < 60:
         pytest.skip("short: the cluster is of Valkey servers, and pymemcache is asked")
     if request.param == "cluster":
         with OneNode(replicas=0, **DURABLE) as server:
