@@ -250,8 +250,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[servers.Cluster]:
-    """Run the Valkey cluster of three caches, for these tests and their processes."""
-    with servers.Cluster() as cluster:
+    """Run the Valkey cluster of three caches, for these tests and their processes.
+
+    Replicas would only compute: what needs them has a cluster of its own.
+    """
+    with servers.Cluster(replicas=0) as cluster:
         os.environ["SINGLETASK_TEST_CLUSTER"] = cluster.url
         for alias in CLUSTERS:
             caches.settings[alias]["LOCATION"] = cluster.url
