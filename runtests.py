@@ -1,6 +1,6 @@
 """Run the tests against private servers of Redis, Valkey, Memcached, PostgreSQL, MariaDB, RabbitMQ.
 
-    python runtests.py [--all] [--install-services] [pytest's own options]
+    python runtests.py [--all | --rest] [--install-services] [pytest's own options]
     python runtests.py [--install-services] FILE ... [pytest's own options]
 
 Without files, the tests run in parts at the same time, each with its own servers: a selection that
@@ -11,6 +11,7 @@ The tests of what is not installed are left out, and the end says which and why.
 variable CI) nothing may be left out.
 
 --all               Run all tests. The mark "only_all" says which are not in the selection, and why.
+--rest              Run only those that are not in the selection.
 --install-services  On Debian and Ubuntu: first install what is missing, with apt the servers, then
                     with pip pylibmc and mysqlclient, which need headers. For all tests also
                     RabbitMQ, Chromium and Prometheus. apt does not start the servers as services.
@@ -49,10 +50,10 @@ def main(arguments: list[str]) -> int:
     if {"-h", "--help"}.intersection(arguments):
         print(__doc__)
         return 0
-    own_options = {"--install-services", "--all"}.intersection(arguments)
+    own_options = {"--install-services", "--all", "--rest"}.intersection(arguments)
     arguments = [argument for argument in arguments if argument not in own_options]
     names_files = any(is_file(argument) for argument in arguments)
-    selected = "--all" not in own_options and not names_files
+    selected = "--all" not in own_options and "--rest" not in own_options and not names_files
     if "--run=default" in arguments:
         selected = True
     missing = servers.missing(everything=not selected)
@@ -84,6 +85,8 @@ def main(arguments: list[str]) -> int:
     which = "default"
     if "--all" in own_options:
         which = "all"
+    elif "--rest" in own_options:
+        which = "rest"
     notice = ""
     if missing:
         notice = f"These are not installed, so their tests were left out:{explain(missing)}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, Final
 
 from django.apps import apps
 from django.conf import settings
@@ -12,7 +12,7 @@ from django.core.signals import setting_changed
 from django_singletask.arguments import check_seconds
 from django_singletask.log import warn_once
 
-DEFAULTS: dict[str, Any] = {
+DEFAULTS: Final = {
     # The alias in CACHES that holds the locks.
     "cache": "default",
     # The class of the store by the class of the cache, for caches that have none here.

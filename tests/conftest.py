@@ -56,7 +56,7 @@ collect_ignore = [] if find_spec("selenium") else ["browser"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--run", choices=["default", "all"], default="all")
+    parser.addoption("--run", choices=["default", "rest", "all"], default="all")
     parser.addoption("--soak", type=int, default=12, help="seconds of random load (12)")
 
 
@@ -73,15 +73,16 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out the tests with the mark ``only_all``, unless all are wanted."""
+    """Leave out what the run does not want: the tests with the mark ``only_all``, or all others."""
     if config.option.run == "all":
         return
     wanted, others = [], []
     for item in items:
-        if any(is_for(item, *mark.args) for mark in item.iter_markers("only_all")):
-            others.append(item)
-        else:
+        is_rest = any(is_for(item, *mark.args) for mark in item.iter_markers("only_all"))
+        if is_rest == (config.option.run == "rest"):
             wanted.append(item)
+        else:
+            others.append(item)
     items[:] = wanted
     config.hook.pytest_deselected(items=others)
 

@@ -15,8 +15,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "django_singletask"
 
 AT_MOST = {
-    "nodes": 58_067,
-    "nodes of testing": 6_606,
+    "nodes": 59_859,
+    "nodes of testing": 6_608,
     "nodes for a statement": 6.67,
     "choices inside a line": 25,
     "choices outside the operators' modules": 24,
