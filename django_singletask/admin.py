@@ -151,9 +151,10 @@ class WhatFilter(admin.SimpleListFilter):
     def groups(self) -> dict[str, list[tuple[str, Any]]]:
         """Return the words in groups."""
         groups = {_("Trouble"): TROUBLES, _("Runs"): RUNS, _("Calls"): CALLS}
-        return {
-            label: [(code, words.WORDS[code]) for code in codes] for label, codes in groups.items()
-        }
+        named = {}
+        for label, codes in groups.items():
+            named[label] = [(code, words.WORDS[code]) for code in codes]
+        return named
 
     def queryset(self, request: HttpRequest, queryset: Any) -> Any:
         return queryset  # EventList asks for it together with the window
@@ -279,18 +280,18 @@ class TaskLockEventAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
 
     def context(self, request: HttpRequest) -> dict[str, Any]:
         """Return what the templates of all pages need."""
+        context = self.admin_site.each_context(request)
+        for page in (*TABS, "clear"):
+            context[f"{page}_url"] = self.url(page)
         tabs = {self.url(page): label for page, label in TABS.items()}
-        return {
-            **self.admin_site.each_context(request),
-            **{f"{page}_url": self.url(page) for page in (*TABS, "clear")},
-            "title": tabs.get(request.path, ""),
-            "tabs": [(url, label, url == request.path) for url, label in tabs.items()],
-            "history_is_off": conf.history == "off",
-            "keeps_only_trouble": conf.history_keeps == "trouble",
-            "opts": self.model._meta,
-            "sheets": ("admin/css/changelists.css", "django_singletask/admin.css"),
-            "may_clear": self.has_clear_permission(request),
-        }
+        context["title"] = tabs.get(request.path, "")
+        context["tabs"] = [(url, label, url == request.path) for url, label in tabs.items()]
+        context["history_is_off"] = conf.history == "off"
+        context["keeps_only_trouble"] = conf.history_keeps == "trouble"
+        context["opts"] = self.model._meta
+        context["sheets"] = ("admin/css/changelists.css", "django_singletask/admin.css")
+        context["may_clear"] = self.has_clear_permission(request)
+        return context
 
     def render(self, request: HttpRequest, template: str, **context: Any) -> TemplateResponse:
         context = self.context(request) | context
@@ -330,10 +331,11 @@ class TaskLockEventAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
         of_all = {}
         if not searched:
             of_all = {"dead": held.count_states(locks)["dead"], "at_stake": at_stake(locks)}
+        shown = held.add_conflicts([*page.object_list])
         response = self.render(
             request,
             "changelist",
-            locks=held.add_conflicts([*page.object_list]),
+            locks=shown,
             summary=held.summary(locks),
             page=page,
             query=request.GET,
@@ -421,12 +423,13 @@ class TaskLockEventAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
         stop = ""
         if running and len(locks) == 1 and states & {"held", "queued"}:
             stop = words.stop_command(running, queued=is_queued)
+        notes = [note for state, note in NOTES.items() if state in states]
         return self.render(
             request,
             "clear",
             title=title,
             locks=locks,
-            notes=[note for state, note in NOTES.items() if state in states],
+            notes=notes,
             is_queued=is_queued,
             asked=asked,
             stop=stop,
@@ -519,7 +522,8 @@ class TaskLockEventAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
         event = self.get_object(request, object_id)
         if event is None:
             return super().change_view(request, object_id, *args)
-        window = Window(event.at - HOUR / 4, event.end + HOUR / 4)
+        margin = HOUR / 4
+        window = Window(event.at - margin, event.end + margin)
         query = window.query(name=event.name, event=event.pk)
         return HttpResponseRedirect(f"{self.url('timeline')}?{query}#singletask-drawn")
 
@@ -566,11 +570,12 @@ class TaskLockEventAdmin(admin.ModelAdmin):  # type: ignore[type-arg]
                 address = self.url("change", event.blocker_pk)
                 shown = format_html('<a href="{}">{}</a>', address, shown)
             blocker = format_html(_("blocked by {}"), shown)
+        details = lines(words.reason(event), blocker, words.witness(event), retaken)
         return format_html(
             '<span class="singletask-state singletask-{}">{}</span>{}',
             words.status(event),
             words.headline(event),
-            lines(words.reason(event), blocker, words.witness(event), retaken),
+            details,
         )
 
     @admin.display(description=gettext_lazy("run"))

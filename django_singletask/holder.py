@@ -6,11 +6,10 @@ import dataclasses
 import json
 import logging
 import re
-from collections.abc import Callable
 from functools import lru_cache
 from itertools import product
 from operator import itemgetter
-from typing import Any, get_args, get_type_hints
+from typing import Any, Final, get_args, get_type_hints
 from unicodedata import category
 
 from django_singletask.arguments import MAX_LEASE
@@ -129,9 +128,9 @@ HINTS = {name: get_args(hint) or (hint,) for name, hint in get_type_hints(Holder
 TYPES = {*product(*HINTS.values())}
 """The types that the fields can have together, in their order; True is no number here."""
 TEXTS = [name for name, types in HINTS.items() if str in types]
-in_order: Callable[[dict[str, Any]], tuple[Any, ...]] = itemgetter(*HINTS)
-texts_of: Callable[[dict[str, Any]], tuple[Any, ...]] = itemgetter(*TEXTS)
-numbers_of: Callable[[dict[str, Any]], tuple[Any, ...]] = itemgetter(*LIMITS)
+in_order: Final = itemgetter(*HINTS)
+texts_of: Final = itemgetter(*TEXTS)
+numbers_of: Final = itemgetter(*LIMITS)
 
 
 def without_process(holder: Holder, timeout: float, **changes: Any) -> Holder:

@@ -12,4 +12,5 @@ warn_once: Final = lru_cache(maxsize=128)(logger.warning)
 
 def in_words(error: BaseException) -> str:
     """Return the kind of an error and the first line of its text."""
-    return f"{type(error).__name__}: " + str(error).partition("\n")[0].rstrip(".")
+    first_line = str(error).partition("\n")[0]
+    return f"{type(error).__name__}: {first_line.rstrip('.')}"

@@ -17,8 +17,6 @@ from django_singletask.locks.keys import QUEUED
 __all__ = ["TaskLockEvent"]
 
 if TYPE_CHECKING:
-    from django_stubs_ext import StrPromise
-
     # What a field holds. Only mypy's plugin for Django finds that out by itself.
     Text = models.CharField[str, str]
     Number = models.PositiveIntegerField[int, int]
@@ -124,18 +122,14 @@ class TaskLockEvent(models.Model):
     objects: TaskLockEventQuerySet = TaskLockEventQuerySet.as_manager()  # type: ignore[assignment]
 
     class Meta:
-        verbose_name: ClassVar[StrPromise] = _("lock event")
+        verbose_name: ClassVar = _("lock event")
         # The menu of the admin shows it: the page of what is held is the first one there.
-        verbose_name_plural: ClassVar[StrPromise] = _("locks")
-        ordering: ClassVar[tuple[str, ...]] = ("-happened_at",)
-        default_permissions: ClassVar[tuple[str, ...]] = ("view", "delete")
-        permissions: ClassVar[tuple[tuple[str, StrPromise], ...]] = (
-            ("clear_lock", _("Can clear a lock")),
-        )
-        constraints: ClassVar[tuple[models.BaseConstraint, ...]] = (
-            models.UniqueConstraint(fields=("ref",), name="singletask_ref"),
-        )
-        indexes: ClassVar[tuple[models.Index, ...]] = (
+        verbose_name_plural: ClassVar = _("locks")
+        ordering: ClassVar = ("-happened_at",)
+        default_permissions: ClassVar = ("view", "delete")
+        permissions: ClassVar = (("clear_lock", _("Can clear a lock")),)
+        constraints: ClassVar = (models.UniqueConstraint(fields=("ref",), name="singletask_ref"),)
+        indexes: ClassVar = (
             models.Index(fields=("task", "-happened_at"), name="singletask_task"),
             models.Index(fields=("name", "-happened_at"), name="singletask_name"),
             models.Index(fields=("happened_at",), name="singletask_happened"),

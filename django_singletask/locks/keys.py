@@ -63,7 +63,8 @@ class LockKey(NamedTuple):
 
 @functools.lru_cache(maxsize=64)
 def _slots(key: str, count: int) -> tuple[str, ...]:
-    return (key, *(f"{key}{SLOT}{number}" for number in range(2, count + 1)))
+    others = [f"{key}{SLOT}{number}" for number in range(2, count + 1)]
+    return (key, *others)
 
 
 def lock_of_slot(key: str) -> str:
@@ -142,7 +143,8 @@ def call_key(
         if forms and not conf.record_arguments:
             shown = _mark(key)
         else:
-            shown = ", ".join([f"{name}={_repr(form)}" for name, form in forms.items()])
+            pairs = [f"{name}={_repr(form)}" for name, form in forms.items()]
+            shown = ", ".join(pairs)
     name = _UNPRINTABLE.sub("\N{REPLACEMENT CHARACTER}", f"{task}({shown})")
     if len(name) > MAX_NAME:
         name = f"{name[: MAX_NAME - 2]}…)"
@@ -241,9 +243,11 @@ def _check_name(option: str, name: str) -> None:
 
 
 def _key(kind: str, slug: str, *parts: Any) -> str:
-    slug = _NOT_IN_KEYS.sub("_", slug[: MAX_SLUG + len(PREFIX) - len(kind)])
+    longest = MAX_SLUG + len(PREFIX) - len(kind)
+    slug = _NOT_IN_KEYS.sub("_", slug[:longest])
     # FIPS builds have SHA-256, but not md5.
-    return f"{kind}{slug}:{hashlib.sha256(encode(parts).encode('ascii')).hexdigest()[:32]}"
+    digest = hashlib.sha256(encode(parts).encode("ascii")).hexdigest()
+    return f"{kind}{slug}:{digest[:32]}"
 
 
 def _mark(key: str) -> str:

@@ -361,7 +361,8 @@ def _tell_trouble(row: TaskLockEvent) -> str:
     when = row.end
     if row.troubles == [RETAKEN] and row.retaken_at:
         when = row.retaken_at
-    parts = [f"{' and '.join(row.troubles)} {_when(when)}", str(row.holder())]
+    troubles = " and ".join(row.troubles)
+    parts = [f"{troubles} {_when(when)}", str(row.holder())]
     parts += filter(None, [words.witness(row), row.reason])
     return ", ".join(parts)
 
@@ -494,4 +495,5 @@ def _ago(at: datetime) -> str:
 
 
 def _when(at: datetime) -> str:
-    return f"{_ago(at)} ({words.clock_time(at, dated=ago(at) >= DAY)})"
+    is_old = ago(at) >= DAY
+    return f"{_ago(at)} ({words.clock_time(at, dated=is_old)})"

@@ -145,11 +145,13 @@ def draw(
     for lock in sorted(by_rank[:LANES]):
         lanes[lock] = [draw_event(row, window, now) for row in locks[lock]]
     drawn = [each for lane in lanes.values() for each in lane]
+    labels = list(window.labels())
+    newest_first = sorted(drawn, key=lambda each: each.end, reverse=True)
     return {
         "lanes": lanes,
         "lanes_left_out": len(locks) - len(lanes),
-        "labels": list(window.labels()),
-        "drawn": sorted(drawn, key=lambda each: each.end, reverse=True),
+        "labels": labels,
+        "drawn": newest_first,
         "legend": legend(drawn),
         "most": ROWS,
         **left_out,
@@ -207,7 +209,8 @@ def rank(event: TaskLockEvent) -> tuple[Any, ...]:
 def legend(drawn: list[Drawn]) -> list[tuple[str, str, str, str]]:
     """Return each look of a mark, with its word, shape and path."""
     marks = [mark for each in drawn for mark in each.marks]
-    return sorted({(mark.state, str(WORDS[mark.state]), mark.shape, mark.path) for mark in marks})
+    looks = {(mark.state, str(WORDS[mark.state]), mark.shape, mark.path) for mark in marks}
+    return sorted(looks)
 
 
 def draw_event(event: TaskLockEvent, window: Window, now: datetime) -> Drawn:

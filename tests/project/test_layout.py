@@ -15,14 +15,14 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "django_singletask"
 
 AT_MOST = {
-    "nodes": 59_859,
+    "nodes": 59_846,
     "nodes of testing": 6_608,
     "nodes for a statement": 6.67,
     "choices inside a line": 25,
     "choices outside the operators' modules": 24,
     "assignment expressions": 1,
     "several assignments in one": 2,
-    "big statements": 22,
+    "big statements": 19,
 }
 """Of the syntax trees, of the package without testing. Lines have no bound: that would reward
 packing them. A bound is lowered when the code allows it."""
