@@ -6,7 +6,7 @@ import asyncio
 import functools
 import re
 import weakref
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from celery._state import get_current_task
 
@@ -103,7 +103,7 @@ class TaskLock:
         timeout: float | None = None,
         renew: bool = True,
         wait: float = 0,
-        on_conflict: str = "raise",
+        on_conflict: Literal["raise", "skip"] = "raise",
         cache: str | None = None,
         slots: int = 1,
         at_least: float = 0,

@@ -21,12 +21,9 @@ from django_singletask.locks.parameters import Parameters, refuse_deferred
 if TYPE_CHECKING:
     from typing import Unpack
 
-    import typing_extensions
-
-    S = typing_extensions.TypeVar("S", default=None)
-
 P = ParamSpec("P")
 R = TypeVar("R")
+S = TypeVar("S")
 S_co = TypeVar("S_co", covariant=True)
 CoroutineFunction = Callable[P, Coroutine[Any, Any, R]]
 
@@ -61,9 +58,13 @@ def only_one(
 ) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
 @overload
 def only_one(
+    *, on_conflict: Literal["skip"] = "skip", **options: Unpack[OnlyOneOptions]
+) -> Skipping[None]: ...
+@overload
+def only_one(
     *,
     on_conflict: Literal["skip"] = "skip",
-    skip_result: S = ...,
+    skip_result: S,
     **options: Unpack[OnlyOneOptions],
 ) -> Skipping[S]: ...
 @overload
@@ -80,7 +81,7 @@ def only_one(
     timeout: float | None = None,
     renew: bool = True,
     wait: float = 0,
-    on_conflict: str = "skip",
+    on_conflict: Literal["raise", "skip"] = "skip",
     skip_result: Any = None,
     on_skip: Callable[..., Any] | None = None,
     at_least: float = 0,

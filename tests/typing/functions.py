@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, assert_type
 
-from django_singletask import Holder, LockConflict, only_one
+from django_singletask import Holder, LockConflict, TaskLock, only_one
 
 
 @only_one
@@ -87,6 +87,10 @@ def wrong_type() -> None: ...
 
 @only_one(on_conflict="raise", skip_result=0)  # refused
 def without_effect() -> None: ...
+
+
+TaskLock("nightly", on_conflict="skip")
+TaskLock("nightly", on_conflict="wait")  # refused
 
 
 def handle(conflict: LockConflict) -> str:
