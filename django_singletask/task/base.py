@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from functools import partialmethod
 from typing import TYPE_CHECKING, Any, Self, Unpack
@@ -38,6 +38,7 @@ from django_singletask.task.options import (
     LockOn,
     LockOptions,
     SendOptions,
+    guess,
     unknown_options,
 )
 from django_singletask.task.unique import (
@@ -69,9 +70,12 @@ def check_definition(cls: type) -> None:
     what = own.get("name")
     if not what:
         what = f"{cls.__module__}.{cls.__qualname__}"
-    if "_decorated" in own:
-        for name, hint in unknown_options(own, SingletonTask):
-            raise TypeError(f"{what} has no option {name!r}: {hint}")
+    names: Iterable[str] = own
+    if "_decorated" not in own:
+        # A class may have attributes of its own. Only names almost like an option are errors.
+        names = [name for name in own if guess(name) and name[0] != "_"]
+    for name, hint in unknown_options(names, SingletonTask):
+        raise TypeError(f"{what} has no option {name!r}: {hint}")
     LockOptions.check_class(cls, f"of {what}")
     run = own.get("run")
     if run is not None:
@@ -157,9 +161,9 @@ class SingletonTask(Attributes, Base[P, R_co]):
       gets it.
     * ``lock_history`` (True): False records only trouble.
 
-    Creating the class raises ``TypeError`` for options of a wrong type, and for coroutine and
-    generator functions. The system check reports other invalid options, and the first call that is
-    sent or run raises ``TypeError`` or ``ValueError``.
+    Creating the class raises ``TypeError`` for misspelled options and those of a wrong type, and
+    for coroutine and generator functions. The system check reports other invalid options, and the
+    first call that is sent or run raises ``TypeError`` or ``ValueError``.
     """
 
     abstract = True

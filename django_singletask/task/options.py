@@ -212,7 +212,7 @@ OTHER_WORDS = {
 
 def guess(name: str, default: str = "") -> str:
     """Return a hint that names the option that a misspelled name means, or ``default``."""
-    similar = difflib.get_close_matches(name, NAMES, n=1, cutoff=0.8)
+    similar = difflib.get_close_matches(name, NAMES, n=1, cutoff=0.85)
     if not similar:
         return default
     return f"did you mean {similar[0]!r}?"

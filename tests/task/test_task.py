@@ -341,6 +341,39 @@ class TestDecoration:
         with pytest.raises(TypeError, match=r"'on_conflit': did you mean 'on_conflict'\?"):
             app.task(base=SingletonTask, lazy=False, on_conflit="raise")(takes_a)
 
+    @pytest.mark.parametrize(
+        ("option", "hint"),
+        [
+            ("lock_timout", "'lock_timeout'"),
+            ("unique_untill", "'unique_until'"),
+            ("on_konflict", "'on_conflict'"),
+            ("lock_wiat", "'lock_wait'"),
+            ("on_sikp", "'on_skip'"),
+        ],
+    )
+    def test_a_misspelt_option_of_a_subclass_is_refused(self, option, hint):
+        name = f"{__name__}.Own"
+        with pytest.raises(TypeError, match=f"{name} has no option '{option}': .*{hint}"):
+            type("Own", (SingletonTask,), {option: 5, "__module__": __name__})
+
+    def test_a_subclass_may_have_attributes_of_its_own(self):
+        class Own(SingletonTask):
+            lock_timeout = 5
+            lock_owner = "billing"
+            lock_color = "red"
+            timeout = 7
+            once = True
+            on_success_mail = "a@example.org"
+            _lock_timeout = 9
+
+            def on_success(self, *args):
+                pass
+
+            def on_skipped(self):
+                pass
+
+        assert Own.lock_owner == "billing"
+
     def test_an_attribute_that_is_no_option_is_accepted(self, app):
         task = app.task(base=SingletonTask, lazy=False, rate_limit="9/s", owner="me")(takes_a)
         assert task.owner == "me"
