@@ -37,6 +37,7 @@ from django_singletask.task.options import (
     CallOptions,
     LockOn,
     LockOptions,
+    RunOptions,
     SendOptions,
     guess,
     unknown_options,
@@ -383,10 +384,13 @@ class SingletonTask(Attributes, Base[P, R_co]):
         args: Any = None,
         kwargs: Any = None,
         *rest: Any,
-        lock_options: CallOptions | None = None,
+        lock_options: RunOptions | CallOptions | None = None,
         **options: Any,
     ) -> EagerResult[R_co]:
-        """Run the task here and now, under its lock; see :meth:`apply_async`."""
+        """Run the task here and now, under its lock; see :meth:`apply_async`.
+
+        Its ``lock_options`` can also have ``on_skip``.
+        """
         if lock_options:
             task_id = options.get("task_id")
             if not task_id:

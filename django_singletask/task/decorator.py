@@ -9,27 +9,40 @@ from typing import Any, Concatenate, Literal, ParamSpec, Protocol, TypeVar, Unpa
 from celery import shared_task
 
 from django_singletask.task.base import SingletonTask
-from django_singletask.task.options import CallOptions
+from django_singletask.task.options import RunOptions
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
-class TaskOptions(CallOptions, total=False):
+class TaskOptions(RunOptions, total=False):
     """The options of a task in its decorator: those of its lock, and Celery's."""
 
     base: type[SingletonTask]
-    on_skip: Callable[..., Any] | None
 
+    Request: type[Any] | str
     acks_late: bool
+    acks_on_failure: bool | None
     acks_on_failure_or_timeout: bool
+    acks_on_timeout: bool | None
+    after_return: Callable[..., Any]
     autoretry_for: Sequence[type[BaseException]]
+    backend: Any
+    before_start: Callable[..., Any]
+    compression: str | None
     default_retry_delay: float
+    delivery_mode: int | str | None
     dont_autoretry_for: Sequence[type[BaseException]]
+    exchange: Any
     expires: float | datetime | None
     ignore_result: bool
+    immediate: bool | None
+    mandatory: bool | None
     max_retries: int | None
     name: str
+    on_failure: Callable[..., Any]
+    on_retry: Callable[..., Any]
+    on_success: Callable[..., Any]
     priority: int | None
     pydantic: bool
     pydantic_context: dict[str, Any] | None
@@ -43,13 +56,16 @@ class TaskOptions(CallOptions, total=False):
     retry_backoff_max: int
     retry_jitter: bool
     retry_kwargs: dict[str, Any]
+    retry_on_worker_lost: bool | None
+    routing_key: str | None
     send_events: bool
-    serializer: str
-    soft_time_limit: float
+    serializer: str | None
+    shadow_name: Callable[..., str | None]
+    soft_time_limit: float | None
     store_eager_result: bool
     store_errors_even_if_ignored: bool
     throws: tuple[type[Exception], ...]
-    time_limit: float
+    time_limit: float | None
     track_started: bool
     trail: bool
     typing: bool
@@ -80,7 +96,8 @@ def singleton_task(
 ) -> Any:
     """Do what ``@shared_task(base=SingletonTask)`` does, with the same options.
 
-    A type checker then knows the parameters and the result of the task, and refuses options that
-    do not exist. ``base`` can be a subclass of :class:`SingletonTask`.
+    See :class:`SingletonTask` for the lock options; the others are Celery's. A type checker then
+    knows the parameters and the result of the task, and refuses options that do not exist. ``base``
+    can be a subclass of :class:`SingletonTask`.
     """
     return shared_task(*function, base=base, **options)

@@ -156,29 +156,36 @@ class CallOptions(TypedDict, total=False):
     lock_history: bool
 
 
+class RunOptions(CallOptions, total=False):
+    """The lock options of a run that is not sent: ``apply(…, lock_options={…})``."""
+
+    on_skip: Callable[..., Any] | None
+
+
 class SendOptions(TypedDict, total=False):
     """Celery's options of ``apply_async``, but for those that can be given by position."""
 
     add_to_parent: bool
     argsrepr: str
-    compression: str
+    compression: str | None
     connection: Any
     countdown: float | None
+    delivery_mode: int | str | None
     eta: datetime | None
     exchange: Any
     expires: float | datetime | None
     headers: Mapping[str, Any] | None
-    ignore_result: bool
+    ignore_result: bool | None
     kwargsrepr: str
-    priority: int
+    priority: int | None
     publisher: Any
     queue: Any
     retry: bool
     retry_policy: Mapping[str, Any]
-    routing_key: str
-    serializer: str
-    soft_time_limit: int
-    time_limit: int
+    routing_key: str | None
+    serializer: str | None
+    soft_time_limit: float | None
+    time_limit: float | None
 
 
 FIELDS = tuple(Attributes.__annotations__)

@@ -11,21 +11,31 @@ from typing import Any
 
 import pytest
 from celery import Celery, Task, _state, current_app, shared_task
+from celery.app.task import extract_exec_options
 
 from django_singletask import CallOptions, SingletonTask, only_one, singleton_task
 from django_singletask.locks.only_one import OnlyOneOptions
 from django_singletask.task import decorator
+from django_singletask.task import options as task_options
 from django_singletask.testing import no_locks
 from tests import inside
 
 CANNOT_TRAVEL = {"on_skip"}
 """Options of a task that are functions, so one call cannot have them."""
 READ_BY_CELERY = {
-    *("autoretry_for", "base", "dont_autoretry_for", "queue", "store_eager_result"),
+    *("autoretry_for", "base", "dont_autoretry_for", "store_eager_result"),
     *("retry_backoff", "retry_backoff_max", "retry_jitter", "retry_kwargs"),
     *("pydantic", "pydantic_context", "pydantic_dump_kwargs", "pydantic_strict"),
 }
 """Options that are no attributes of Celery's ``Task``."""
+SINCE_CELERY_57 = {"acks_on_failure", "acks_on_timeout", "retry_on_worker_lost"}
+SET_BY_CELERY = {
+    *("MaxRetriesExceededError", "OperationalError"),
+    *("abstract", "app", "from_config", "request", "request_stack"),
+}
+"""Attributes of Celery's ``Task`` that its users do not set in a decorator."""
+REFUSED = {"Strategy"}
+"""A class of a Strategy is an error of a task with locks."""
 
 
 @pytest.fixture(autouse=True)
@@ -91,6 +101,7 @@ def test_the_decorator_refuses_what_shared_task_refuses() -> None:
 def test_type_checkers_know_each_lock_option() -> None:
     options = {*inside.task_options()}
     assert {*CallOptions.__annotations__} == options - CANNOT_TRAVEL
+    assert {*task_options.RunOptions.__annotations__} == options
     assert {*decorator.TaskOptions.__annotations__} >= options
     keywords = {*inspect.signature(only_one).parameters}
     assert keywords > {*OnlyOneOptions.__annotations__} > {"key", "timeout"}
@@ -98,4 +109,17 @@ def test_type_checkers_know_each_lock_option() -> None:
 
 def test_type_checkers_know_no_option_that_celery_does_not_know() -> None:
     of_celery = decorator.TaskOptions.__annotations__.keys() - inside.task_options().keys()
-    assert {name for name in of_celery if not hasattr(Task, name)} == READ_BY_CELERY
+    unknown = {name for name in of_celery - SINCE_CELERY_57 if not hasattr(Task, name)}
+    sent = extract_exec_options(Task).keys()
+    assert unknown - sent == READ_BY_CELERY
+
+
+def test_type_checkers_know_each_option_of_celery() -> None:
+    public = {name for name in vars(Task) if not name.startswith("_")}
+    plain = {name for name in public if not inspect.isroutine(inspect.getattr_static(Task, name))}
+    read = {name for name, _setting in Task.from_config}
+    sent = extract_exec_options(Task).keys()
+    missing = (plain | read | sent) - decorator.TaskOptions.__annotations__.keys()
+    assert missing == SET_BY_CELERY | REFUSED
+    missing = sent - task_options.SendOptions.__annotations__.keys()
+    assert missing == {"immediate", "mandatory"}  # of AMQP; Redis ignores them

@@ -41,7 +41,7 @@ class ByClass(Own):
         return super().apply_async((feed_id,), countdown=60, **options)
 
 
-@singleton_task(base=Own, queue="feeds")
+@singleton_task(base=Own, queue="feeds", routing_key="feed.import", compression="gzip")
 def with_own_base(feed_id: int) -> str:
     return ""
 
@@ -64,6 +64,13 @@ bound.delay("x")  # refused
 with_own_base.delay(1)
 with_own_base.delay("x")  # refused
 
+# These take any arguments.
+bare.s("x")
+bare.lock("x")
+bare.queued("x")
+bare.apply_async(("x",))
+bare.apply(("x",))
+
 assert_type(bare(1), str)
 assert_type(bare.run(1), str)
 assert_type(bare.delay(1), AsyncResult[str])
@@ -78,12 +85,17 @@ bare.apply_async((1,), lock_options={"on_conflict": "requeue", "lock_wait": 60})
 bare.apply_async((1,), lock_options={"on_conflikt": "raise"})  # refused
 bare.apply_async((1,), lock_options={"on_conflict": "rise"})  # refused
 bare.apply_async((1,), lock_options={"on_skip": print})  # refused
+bare.apply((1,), lock_options={"on_skip": print, "lock_timeout": 60})
+bare.apply((1,), lock_options={"lock_timeout": 60})
 bare.apply((1,), lock_options={"lock_timeout": "60"})  # refused
+bare.apply((1,), lock_options={"on_skpi": print})  # refused
 bare.apply_async((1,), countdown=5, queue="feeds", headers=None)
+bare.apply_async((1,), delivery_mode=1, priority=None, soft_time_limit=2.5, ignore_result=None)
 bare.apply_async((1,), countdwn=5)  # refused
 bare.apply_async((1,), lock_timeout=5)  # refused
 urgent: CallOptions = {"on_outage": "run", "skip_result": 0}
 bare.apply_async((1,), lock_options=urgent)
+bare.apply((1,), lock_options=urgent)
 
 
 # Options in the decorator, and on a class
@@ -107,6 +119,10 @@ def another_base() -> None: ...
 
 class Wrong(SingletonTask):
     on_conflict = "skpi"  # refused
+
+
+class Misspelled(SingletonTask):
+    lock_timout = 5  # a TypeError at run time
 
 
 class Methods(SingletonTask):
