@@ -119,7 +119,9 @@ else:
 
     P = ParamSpec("P")
     R_co = TypeVar("R_co", covariant=True)
-    Base = {(P, R_co): DjangoTask}  # Celery's class has type parameters only for type checkers
+    # Celery's class has type parameters only for type checkers. At run time, ``Base[P, R_co]`` in
+    # the next class statement looks up this dict, and is DjangoTask itself.
+    Base = {(P, R_co): DjangoTask}
 
 
 class SingletonTask(Attributes, Base[P, R_co]):
@@ -209,22 +211,19 @@ class SingletonTask(Attributes, Base[P, R_co]):
 
     @classmethod
     def on_bound(cls, app: Celery) -> None:
-        """Let the options be checked, with those of ``CELERY_TASK_ANNOTATIONS``, at the next use.
-
-        Not here: Celery binds all tasks together, when something asks for the first of them. One
-        wrong option would stop ``manage.py check``, which reports it, and each other command that
-        looks at the tasks. A worker runs the checks before it takes a message.
-
-        And take over ``track_started`` from Celery, which would store STARTED before the call.
-
-        Celery's own tasks are of this class, too, if it is the ``task_cls`` of the application.
-        They take no lock: a skipped ``celery.accumulate`` would lose the result of a workflow.
-        """
+        """Do what Celery's method does, and let the options be checked at the next use."""
+        # Not here, although ``CELERY_TASK_ANNOTATIONS`` has set options now: Celery binds all tasks
+        # together, when something asks for the first of them. One wrong option would stop
+        # ``manage.py check``, which reports it, and each other command that looks at the tasks. A
+        # worker runs the checks before it takes a message.
         super().on_bound(app)
+        # Celery's own tasks are of this class, too, if it is the ``task_cls`` of the application.
+        # They take no lock: a skipped ``celery.accumulate`` would lose the result of a workflow.
         if is_of_celery(cls):
             cls.lock_on = None
             cls.lock_name = staticmethod(lambda **arguments: None)
         cls._options_are_checked = False
+        # Celery would store STARTED before the call.
         if cls.track_started:
             cls.track_started = False
             cls.stores_started = True
@@ -287,7 +286,9 @@ class SingletonTask(Attributes, Base[P, R_co]):
 
         The options are Celery's, and ``lock_options``: lock options for this call. With
         ``unique_until``, a duplicate is not sent, and the queued call's result is returned.
-        Raises ``TypeError`` for unknown options, and for an argument without a stable form;
+        Raises ``TypeError`` for unknown options in ``lock_options``, for lock options beside it,
+        and for an argument without a stable form; Celery ignores other unknown options.
+        Raises ``ValueError`` for a wrong value in ``lock_options``;
         :class:`DuplicateTask` with ``on_duplicate="raise"``; :class:`LockUnavailable` with
         ``unique_until``.
         """
@@ -513,23 +514,21 @@ class SingletonTask(Attributes, Base[P, R_co]):
             raise
 
     def push_request(self, *args: Any, **kwargs: Any) -> None:
-        """Push a new request; or, if a chain of ``__call__`` ends here, the current one again.
-
-        Celery's ``__call__`` ends the chain of other base classes, and cannot know that the request
-        is already pushed. So it pushes another one, empty (Celery 5.4) or a copy, and the request
-        of the message would not see what the body does, such as ``retry()``. In a worker Celery
-        prevents that itself, but only for the class that is called first:
-
-            tracer: pushes the request
-              SingletonTask.__call__: takes the lock                      CHAIN_RUNS
-                Other.__call__
-                  Task.__call__: push_request(args=…, kwargs=…)           here: BODY_RUNS
-                    run(): self.request is that of the message
-
-        If ``Other`` calls ``run()`` itself, Celery's ``__call__`` is never reached, and the next
-        request is pushed by the body. Such a push does not have exactly the arguments ``args`` and
-        ``kwargs`` by name: only Celery's ``__call__`` passes these.
-        """
+        """Do what Celery's method does, but keep the request of a message during its call."""
+        # Celery's ``__call__`` ends the chain of other base classes, and cannot know that the
+        # request is already pushed. So it pushes another one, empty (Celery 5.4) or a copy, and the
+        # request of the message would not see what the body does, such as ``retry()``. In a worker
+        # Celery prevents that itself, but only for the class that is called first:
+        #
+        #     tracer: pushes the request
+        #       SingletonTask.__call__: takes the lock                      CHAIN_RUNS
+        #         Other.__call__
+        #           Task.__call__: push_request(args=…, kwargs=…)           here: BODY_RUNS
+        #             run(): self.request is that of the message
+        #
+        # If ``Other`` calls ``run()`` itself, Celery's ``__call__`` is never reached, and the next
+        # request is pushed by the body. Such a push does not have exactly the arguments ``args``
+        # and ``kwargs`` by name: only Celery's ``__call__`` passes these.
         request: Any = self.request_stack.top
         if (
             request is not None
