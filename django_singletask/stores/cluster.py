@@ -88,7 +88,6 @@ class Node(RedisStore):
         self.cache_alias: str = cluster.cache_alias
         self.client_errors: Errors = cluster.client_errors
         self.connect: Any = cluster.connect
-        self.epoch_key: str = cluster.epoch_key
         self.errors: Any = cluster.errors
         self.patience: float = cluster.patience
         self.pools: Pools = cluster.pools
@@ -127,6 +126,13 @@ class Node(RedisStore):
     #
     #   node A:   restarts   CLUSTERDOWN: not ready             takes: wait 1 s
     #   node B:              CLUSTERDOWN: was ready before      takes: do not wait
+
+    def epoch_keys(self) -> list[str]:
+        keys = []
+        for group, owner in enumerate(self.cluster.map.owners):
+            if owner == self.where:
+                keys.append(Group(self.cluster, group).epoch_key)
+        return keys
 
     def known_server(self) -> bytes | None:
         return self.cluster.map.servers.get(self.where)

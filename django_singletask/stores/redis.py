@@ -508,8 +508,6 @@ class RedisStore(Store):
             facts = connection.read_response(disable_decoding=True)
         except self.errors.ResponseError:
             facts = b""  # it is forbidden: only the epoch shows that locks were forgotten
-        if connection.has_more(0):
-            raise ValueError("another reply")
         if b"redis_mode:cluster" in facts and not self.in_cluster:
             raise self._in_cluster()
         found = re.search(rb"\brun_id:\w+", facts)
@@ -518,6 +516,8 @@ class RedisStore(Store):
             if self.known_server() not in (None, found[0]):
                 self._ask_whether_ready(connection)
             self.note_server(found[0])
+        if connection.has_more(0):
+            raise ValueError("another reply")
 
     # A server that restarts says who it is before it takes requests: it loads its snapshot, or
     # waits for its cluster. The pause for the holders begins when it is ready. So another server is
@@ -529,15 +529,26 @@ class RedisStore(Store):
     #
     # The first server of a process is noted at once. If it then refuses a request, the next
     # connection finds another server.
+    #
+    # A node says that nobody serves the hash slot of a key whether it is ready or not. So it is
+    # then asked for the key of its next group.
 
     def _ask_whether_ready(self, connection: Any) -> None:
         """Raise what the server says until it takes requests."""
-        connection.send_command("GET", self.epoch_key)
-        try:
-            connection.read_response(disable_decoding=True)
-        except self.errors.ResponseError as refusal:  # such as: the key is on another node
-            if self._concerns_all(refusal):
-                raise
+        for key in self.epoch_keys():
+            connection.send_command("GET", key)
+            try:
+                connection.read_response(disable_decoding=True)
+            except self.errors.ResponseError as refusal:  # such as: the key is on another node
+                if "not served" in str(refusal):
+                    continue
+                if self._concerns_all(refusal):
+                    raise
+            return
+
+    def epoch_keys(self) -> list[str]:
+        """Return the keys of the epochs of all locks on this server."""
+        return [self.epoch_key]
 
     def known_server(self) -> bytes | None:
         return self.epoch.server

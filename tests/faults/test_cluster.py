@@ -494,6 +494,26 @@ def test_the_second_begins_when_a_node_that_restarted_takes_requests(
         assert epoch.changed_at > -math.inf
 
 
+def test_a_node_that_restarted_is_ready_although_nobody_serves_some_hash_slots(
+    settings: Any,
+) -> None:
+    settings.SINGLETASK_CACHE = "redis"
+    settings.SINGLETASK_HISTORY = "off"
+    options = {"cluster_node_timeout": 60_000, "cluster_require_full_coverage": "no"}
+    with (
+        Cluster(replicas=0, **options) as both,
+        private_store(settings, "redis", both.url) as store,
+    ):
+        name = names_on(store, store.seeds[0], 50)[-1]
+        assert can_be_taken(name)
+        of_no_group = key_slot(store.epoch_key.encode())
+        of_the_first = key_slot(store.group(":00" + 30 * "0").epoch_key.encode())
+        for node in both.primaries:
+            assert "OK" in both.say(node, "CLUSTER DELSLOTS", of_no_group, of_the_first)
+        restart(both, 0)
+        assert eventually(lambda: can_be_taken(name))
+
+
 @pytest.mark.only_all("a failover takes long")
 @pytest.mark.usefixtures("outside_of_tests")
 @pytest.mark.parametrize(

@@ -100,6 +100,20 @@ def test_a_reply_that_comes_twice_at_once_is_asked_for_on_another_connection(sto
     assert inside.take(store, B, KEY) != KEY
 
 
+@pytest.mark.parametrize("alias", ["redis"])
+def test_the_reply_of_a_server_that_is_ready_counts_for_no_request(
+    store, proxy, monkeypatch
+) -> None:
+    def known_server() -> bytes:
+        proxy.twice = True
+        return b"another"  # so the next request on the new connection asks whether it is ready
+
+    monkeypatch.setattr(store, "known_server", known_server)
+    store.close()
+    with pytest.raises(LockUnavailable, match="another reply"):
+        store.read(KEY)
+
+
 @on_each_client
 def test_the_first_request_on_a_connection_that_was_dropped_is_sent_again(store, proxy) -> None:
     proxy.drop()
