@@ -6,7 +6,7 @@ None of them opens a connection.
 from __future__ import annotations
 
 import re
-from importlib.metadata import version
+import sys
 from typing import Any
 
 import celery
@@ -85,16 +85,22 @@ def check_celery(**kwargs: Any) -> Messages:
     """Check that the installed Celery has what this package uses, and that it is tested."""
     found = []
     tested = ".".join(map(str, TESTED))
-    step = f"install a tested Celery: pip install 'celery=={tested}.*'."
     for name in missing_hooks():
         package = name.partition(".")[0]
-        has_no = f"{package} {version(package)} has no {name}"
-        text = f"{has_no}, which django_singletask needs to {HOOKS[name]}."
-        hint = f"Update django-singletask. If that does not help, report it, and {step}"
+        version = sys.modules[package].__version__
+        text = f"{package} {version} has no {name}, which django_singletask needs to {HOOKS[name]}."
+        hint = (
+            "Update django-singletask. If that does not help, report it, and install an older "
+            f"{package}."
+        )
         found.append(_message("E020", text, hint))
     if celery.VERSION[:2] > TESTED:
         text = f"Celery {celery.__version__} is newer than {tested}, the newest that is tested."
-        hint = f"Update django-singletask, or try your tasks and silence this check, or {step}"
+        hint = (
+            "Update django-singletask, or kill a worker's process that holds a lock, see whether "
+            "the lock is freed, and silence this check, or install a tested Celery: "
+            f"pip install 'celery=={tested}.*'."
+        )
         found.append(_message("W010", text, hint))
     return found
 

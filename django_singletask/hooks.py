@@ -53,11 +53,11 @@ def missing_hooks() -> list[str]:
 
 def is_there(name: str) -> bool:
     """Return whether the installed versions have this name of ``HOOKS``."""
-    if name == ORIGINAL_BODY:
-        task = SimpleNamespace(autoretry_for=(Exception,), run=is_there)
-        add_autoretry_behaviour(task)
-        return hasattr(task, "_orig_run")
     try:
+        if name == ORIGINAL_BODY:
+            task = SimpleNamespace(autoretry_for=(Exception,), run=is_there)
+            add_autoretry_behaviour(task)
+            return hasattr(task, "_orig_run")
         if ":" not in name:  # a module that is large, and that only some workers need
             return find_spec(name) is not None
         resolve_name(name)

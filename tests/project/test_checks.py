@@ -15,7 +15,7 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from functools import partial
-from importlib import metadata
+from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -192,11 +192,18 @@ def test_a_private_name_that_is_missing_is_an_error(versions, missing):
     versions(7)
     package = missing.partition(".")[0]
     message = only(checks.run(), "E020")
+    version = sys.modules[package].__version__
     assert message.msg == (
-        f"{package} {metadata.version(package)} has no {missing}, which django_singletask needs to "
+        f"{package} {version} has no {missing}, which django_singletask needs to "
         f"{hooks.HOOKS[missing]}."
     )
     assert message.hint.startswith("Update django-singletask.")
+    assert message.hint.endswith(f" install an older {package}.")
+
+
+def test_a_part_of_celery_that_needs_more_than_it_is_given_is_missing(monkeypatch):
+    monkeypatch.setattr(hooks, "add_autoretry_behaviour", attrgetter("of_a_new_celery"))
+    assert hooks.missing_hooks() == [hooks.ORIGINAL_BODY]
 
 
 def test_each_private_name_of_a_request_is_looked_for():
