@@ -1,4 +1,4 @@
-"""Connect the worker's signals, and stop a worker whose locks would not work."""
+"""Connect the worker's signals, and stop a worker whose checks find an Error."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def free_unreadable(message: Any, **kwargs: Any) -> None:
 
 @signals.worker_init.connect
 def refuse(sender: Any = None, **kwargs: Any) -> None:
-    """Stop a worker whose locks would not work.
+    """Stop a worker whose checks find an Error.
 
     Celery's Django fixup runs the system checks, but ignores their result. Only SystemExit stops
     the worker from here: Celery logs any other error of a receiver, and continues.
@@ -107,7 +107,7 @@ def refuse(sender: Any = None, **kwargs: Any) -> None:
 
 def end_worker(text: str) -> None:
     """Let the process end with exit code 1 and this text on stderr."""
-    text = f"The worker does not start: its locks would not work.\n{text}"
+    text = f"The worker does not start until this is corrected.\n{text}"
     print(text, file=sys.stderr, flush=True)  # Python would print it only in the main thread
     raise SystemExit(1)
 

@@ -25,7 +25,7 @@ class TestRefuse:
             startup.refuse()
         assert caught.value.code == 1
         text = capsys.readouterr().err
-        assert text.startswith("The worker does not start: its locks would not work.\n")
+        assert text.startswith("The worker does not start until this is corrected.\n")
         assert "django_singletask.E001" in text
 
     def test_a_silenced_error_does_not(self, settings):
@@ -58,7 +58,7 @@ class TestLoad:
             startup.load()
         assert caught.value.code == 1
         first, second = capsys.readouterr().err.splitlines()
-        assert first == "The worker does not start: its locks would not work."
+        assert first == "The worker does not start until this is corrected."
         assert second.startswith("SINGLETASK_CACHE cannot be used: ")
         assert absent in second
 
