@@ -20,6 +20,7 @@ from django.utils.timezone import get_default_timezone, make_naive
 
 from django_singletask.conf import conf
 from django_singletask.forks import undivided
+from django_singletask.history.queries import BATCH
 from django_singletask.holder import clean
 from django_singletask.models import COUNTED, RETAKEN, TROUBLE, WAS_WAITING, TaskLockEvent
 from django_singletask.process import this_process
@@ -45,7 +46,7 @@ Row = dict[str, Any]
 #   run:       ends .............................. writes "released"
 #   sweep:            finds no token, writes "expired"
 
-WEAKER = ["", "expired", "dead", "released"]
+WEAKER = ("", "expired", "dead", "released")  # as in SQL
 STRENGTH = [*WEAKER, "unguarded", "lost", "cleared"]
 RANKS = " ".join(f"WHEN '{outcome}' THEN {rank}" for rank, outcome in enumerate(STRENGTH))
 NEW = f"CASE excluded.outcome {RANKS} END"
@@ -121,22 +122,33 @@ def write(events: Iterable[LockEvent]) -> None:
     in_order = [rows[ref] for ref in sorted(rows)]
     with undivided(connection), transaction.atomic(connection.alias), connection.cursor() as cursor:
         for batch in [in_order, *more]:
-            kept = _without_good(batch, connection.alias)
+            kept = batch
+            if conf.history_keeps == "trouble":
+                kept = _without_good(connection, cursor, batch)
             if kept:
                 _upsert(connection, cursor, kept)
 
 
-def _without_good(rows: list[Row], alias: str) -> list[Row]:
-    """Return the rows to write: all of them, or all but the runs that ended without trouble.
+def _without_good(connection: Any, cursor: Any, rows: list[Row]) -> list[Row]:
+    """Return the rows to write: all but the runs that ended without trouble.
 
-    These are deleted if they are in the database. Their begin is there if a batch had only that.
+    Of these, the row is deleted, which is there if a batch had only the begin. A row with trouble
+    stays, and gets the end of its run. The first statement writes: SQLite refuses to write in a
+    transaction that read first, if another process has written meanwhile.
+
+    This may delete rows in another order than two processes change them. Then the database ends
+    one of the two transactions, whose events are kept and written again.
     """
-    if conf.history_keeps != "trouble":
-        return rows
-    good = {row["ref"] for row in rows if row["outcome"] == "released" and not row["retaken"]}
-    runs = TaskLockEvent.objects.using(alias).filter(outcome__in=WEAKER, retaken=0)
-    written = runs.values_list("pk", flat=True).runs(good)  # type: ignore[attr-defined]
-    runs.filter(pk__in=written).delete()
+    ended = [row["ref"] for row in rows if row["outcome"] == "released" and not row["retaken"]]
+    good = set(ended)
+    table = connection.ops.quote_name(TaskLockEvent._meta.db_table)
+    for start in range(0, len(ended), BATCH):
+        refs = ended[start : start + BATCH]
+        marks = ", ".join(["%s"] * len(refs))
+        those = f"FROM {table} WHERE ref IN ({marks})"
+        cursor.execute(f"DELETE {those} AND outcome IN {WEAKER} AND retaken = 0", refs)
+        cursor.execute(f"SELECT ref {those}", refs)
+        good.difference_update(ref for (ref,) in cursor.fetchall())
     return [row for row in rows if row["ref"] not in good]
 
 
