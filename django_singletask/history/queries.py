@@ -52,6 +52,10 @@ class Microseconds(models.Func):
 
 
 ONLY_TROUBLE = "SINGLETASK_HISTORY_KEEPS = 'trouble': runs without trouble are not kept."
+NO_BEGINS = (
+    "SINGLETASK_HISTORY_KEEPS = 'trouble' with SINGLETASK_HISTORY = 'inline': no row says which "
+    "runs go on. Set SINGLETASK_HISTORY = 'background', or SINGLETASK_HISTORY_KEEPS = 'all'."
+)
 
 
 class NoHistory(Exception):
@@ -77,6 +81,12 @@ def reading(*, even_if_off: bool = False) -> Iterator[None]:
     except Error as error:
         text = f"The history cannot be read: {in_words(error)}.{remedy(error)}"
         raise NoHistory(text) from error
+
+
+def need_begins() -> None:
+    """Raise :class:`NoHistory` if runs leave no row while they go on."""
+    if conf.history_keeps == "trouble" and conf.history == "inline":
+        raise NoHistory(NO_BEGINS)
 
 
 def remedy(error: Exception) -> str:
@@ -307,9 +317,11 @@ class TaskLockEventQuerySet(models.QuerySet[Any]):
         """Return how long the last runs of a task, or of a name without a task, held their lock.
 
         Only runs whose body returned are counted. Otherwise a run that hung until it was stopped
-        would make the next run that hangs look normal. Return None without such runs, or without a
-        history.
+        would make the next run that hangs look normal. Return None without such runs, without a
+        history, and if it keeps only trouble.
         """
+        if conf.history_keeps == "trouble":
+            return None
         rows = self.named(name)
         if task:
             rows = self.of_task(task)

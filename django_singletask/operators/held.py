@@ -19,7 +19,15 @@ from django.utils.translation import ngettext
 
 from django_singletask.conf import conf
 from django_singletask.exceptions import LockUnavailable
-from django_singletask.history.queries import BATCH, NEWEST, OPEN, NoHistory, UsualHold, reading
+from django_singletask.history.queries import (
+    BATCH,
+    NEWEST,
+    OPEN,
+    NoHistory,
+    UsualHold,
+    need_begins,
+    reading,
+)
 from django_singletask.holder import Holder, clean
 from django_singletask.locks.keys import QUEUED, LockKey, lock_of_slot
 from django_singletask.locks.liveness import is_alive, is_stopped, proof_of_death
@@ -201,6 +209,7 @@ def _read_all() -> list[HeldLock]:
     except CannotList as error:
         history = TaskLockEvent.objects
         try:
+            need_begins()
             with reading():
                 keys = [row.key for row in history.open()[:OPEN]]
                 # A lock can be kept after its run has ended.

@@ -9,7 +9,7 @@ from datetime import datetime, timedelta
 from django.utils.timezone import now as django_now
 
 from django_singletask.conf import conf
-from django_singletask.history.queries import NEWEST, OPEN, ago, reading
+from django_singletask.history.queries import NEWEST, OPEN, ago, need_begins, reading
 from django_singletask.models import COUNTED, TaskLockEvent
 from django_singletask.operators.names import Selector
 
@@ -63,6 +63,7 @@ def starving(longer_than: float = HOUR, selectors: Collection[Selector] = ()) ->
     With ``selectors``, list only the locks that one of them selects, also those whose last call is
     long ago. Raises :class:`NoHistory`.
     """
+    need_begins()
     with reading():
         names = _suspects(longer_than)
         for selector in selectors:
