@@ -102,6 +102,13 @@ class Holder(Process):
             values = tuple(map(_clean_value, values))
         return cls(*values)
 
+    @property
+    def result(self) -> str:
+        """How the body of a kept entry ended, as in the history; empty if that is not known."""
+        if self.returned:
+            return "returned"
+        return ""
+
     def is_run_of(self, task_id: str | None) -> bool:
         """Return whether the task with this id is the holder, also if the record cleaned the id."""
         if task_id is None:

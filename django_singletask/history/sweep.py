@@ -111,10 +111,7 @@ def _check_entry(ref: LockRef, entry: Entry, row: TaskLockEvent) -> None:
     """Report the end of a run whose entry is still in the cache, if it has ended."""
     holder = Holder.decode(entry.value)
     if holder.kept:  # its body has ended, but the process was killed before it wrote that
-        result = ""
-        if holder.returned:
-            result = "returned"
-        ref.tell("released", row.holder(), outcome="released", result=result)
+        ref.tell("released", row.holder(), outcome="released", result=holder.result)
         return
     proof = proof_of_death(holder)
     if proof:

@@ -198,5 +198,6 @@ class LockRef(NamedTuple):
         reason = clean(reason, 255)
         why = f": {reason}" if reason else "."
         logger.warning("%s, held by %s, was cleared by %s%s", self, holder, actor or "code", why)
-        self.tell("cleared", holder, actor=actor, reason=reason)
+        # If it is kept, its body has ended, and the run may have no row that says so.
+        self.tell("cleared", holder, actor=actor, reason=reason, result=holder.result)
         return True
