@@ -57,7 +57,8 @@ def receive(*, event: LockEvent, **kwargs: Any) -> None:
     in_thread = False
     if mode != "inline":
         in_thread = has_threads()
-    # Of a run that has only begun, no thread could delete the row in time: see _without_good().
+    # In the callers' own threads, begin and end could be written in the wrong order, by two threads
+    # of one run or after a rollback. Then the row of the begin would stay, so none is written.
     if conf.history_keeps == "trouble" and not in_thread and event.kind not in COUNTED:
         event = dataclasses.replace(event, quiet=True)
     facts = (event.kind, event.outcome)

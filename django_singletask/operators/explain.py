@@ -353,8 +353,6 @@ def _tell_past(why: Why) -> Iterator[Fact]:
     yield Fact("completed", _tell_completed(why))
     for row in why.troubles:
         yield Fact("trouble", _named(why, row, _tell_trouble(row)))
-    if conf.history_keeps == "trouble":
-        yield Fact("history", ONLY_TROUBLE)
 
 
 def _tell_trouble(row: TaskLockEvent) -> str:
@@ -368,6 +366,8 @@ def _tell_trouble(row: TaskLockEvent) -> str:
 
 
 def _tell_completed(why: Why) -> str:
+    if conf.history_keeps == "trouble":
+        return f"not known. {ONLY_TROUBLE}"
     last = why.completed
     if last:
         when = _when(last.end)

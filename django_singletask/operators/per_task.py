@@ -10,6 +10,7 @@ from typing import Any
 
 from django.utils.translation import gettext_lazy
 
+from django_singletask.conf import conf
 from django_singletask.history.queries import OPEN, TaskLockEventQuerySet, timestamp
 from django_singletask.models import COMPLETED
 from django_singletask.operators.recorded import judge
@@ -68,6 +69,8 @@ class TaskFigures:
         figures["waited"] += total["seconds_waited"]
         if total["outcome"] in GONE:
             figures["trouble"] += total["calls"]
+        if conf.history_keeps == "trouble":
+            return  # how long runs take, and when the last one completed, is not known
         if total["ends"]:
             figures["ends"] += total["ends"]
             # The clocks of two hosts differ: an end can lie before the begin.

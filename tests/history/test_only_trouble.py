@@ -4,13 +4,24 @@ from __future__ import annotations
 
 import datetime
 from functools import partial
+from unittest.mock import Mock
 
 import pytest
+from django.core.management import CommandError
+from django.db import connections, router
+from django.db.models.signals import post_delete
+from django.utils import timezone
 
 from django_singletask import TaskLock
+from django_singletask.conf import conf
 from django_singletask.history import recorder, writing
 from django_singletask.models import TaskLockEvent
+from django_singletask.operators.held import list_held
+from django_singletask.operators.per_task import per_task
+from django_singletask.operators.windows import Window
 from django_singletask.signals import LockEvent
+from django_singletask.stores import get_store
+from django_singletask.stores.base import CannotList
 from tests import inside
 from tests.command_line import locks
 from tests.past_rows import keep_history_in, ran, row, skipped
@@ -146,13 +157,68 @@ def test_lock_that_was_kept_and_then_cleared_has_a_row(keeps):
     assert outcomes() == [("cleared", 0)]
 
 
+@pytest.mark.usefixtures("database")
 @pytest.mark.parametrize("kind", ["cleared", "lost", "unguarded", "retaken"])
-def test_row_with_trouble_stays_if_an_end_without_trouble_comes_late(keeps, kind):
+def test_row_with_trouble_stays_if_an_end_without_trouble_comes_late(settings, kind):
     """As of a body that ends after it has handed its lock over."""
-    writing.write([event(kind, retaken=int(kind == "retaken"))])
+    facts = {}
+    for keeps in ("trouble", "all"):
+        settings.SINGLETASK_HISTORY_KEEPS = keeps
+        writing.write([event(kind, retaken=int(kind == "retaken"))])
+        writing.write([released()])
+        [run] = rows()
+        assert run.troubles == [kind]
+        facts[keeps] = {name: getattr(run, name) for name in writing.DEFAULTS}
+        run.delete()
+    assert facts["trouble"] == facts["all"]
+    assert (facts["all"]["result"], facts["all"]["ended_at"] - BEGAN) == ("returned", ENDED - BEGAN)
+
+
+@pytest.mark.usefixtures("database", "only_trouble")
+def test_many_ends_are_written_in_slices(monkeypatch):
+    monkeypatch.setattr(writing, "BATCH", 2)
+    tokens = ["a", "b", "c", "d", "e"]
+    writing.write([event("acquired", token=token) for token in tokens])
+    writing.write([event("cleared", token="e")])
+    writing.write([released(token=token) for token in tokens])
+    assert [(run.token, run.result) for run in rows()] == [("e", "returned")]
+
+
+@pytest.mark.usefixtures("database", "only_trouble")
+@pytest.mark.parametrize("events", [[released()], [acquired, released(token="other")]])
+def test_a_transaction_writes_first_and_loads_no_row(events):
+    """SQLite refuses to write in a transaction that read first while another process wrote."""
+    sent = []
+
+    def note(execute, sql, *args):
+        sent.append(sql.split()[0])
+        return execute(sql, *args)
+
+    connection = connections[router.db_for_write(TaskLockEvent)]
+    with connection.execute_wrapper(note):
+        writing.write(events)
+    statements = [word for word in sent if word not in ("SAVEPOINT", "RELEASE")]
+    assert statements == ["DELETE", "SELECT", "INSERT"][: 1 + len(events)]
+
+
+@pytest.mark.usefixtures("only_trouble")
+def test_a_row_is_deleted_without_signals(request):
+    receiver = Mock()
+    post_delete.connect(receiver, sender=TaskLockEvent)
+    request.addfinalizer(partial(post_delete.disconnect, receiver, sender=TaskLockEvent))
+    writing.write([acquired])
     writing.write([released()])
-    assert len(rows()) == 1
-    assert rows()[0].troubles == [kind]
+    assert rows() == []
+    assert not receiver.called
+
+
+@pytest.mark.usefixtures("on_redis")
+def test_kept_lock_that_is_cleared_says_that_its_body_had_returned(keeps):
+    with TaskLock("nightly", timeout=60, at_least=50):
+        pass
+    TaskLock("nightly").clear(actor="me")
+    [run] = rows()
+    assert (run.outcome, run.result, run.actor) == ("cleared", "returned", "me")
 
 
 # Calls
@@ -214,8 +280,9 @@ def test_without_a_thread_the_end_of_a_lost_run_is_written():
 # What is said
 
 
-def test_lock_starves_only_behind_a_run_that_still_has_it(keeps):
+def test_lock_starves_only_behind_a_run_that_still_has_it(keeps, settings):
     """Who has no row has completed."""
+    settings.SINGLETASK_TESTING = False  # then a thread writes
     row("run", 7000, name="nightly", token="open", task="t")
     skipped(6900, 60, 30, blocked_by="open")
     skipped(8000, 60, 30, name="busy", blocked_by="gone")
@@ -223,6 +290,54 @@ def test_lock_starves_only_behind_a_run_that_still_has_it(keeps):
     starving = {each.name for each in inside.starving(3600)}
     assert starving == {"trouble": {"nightly"}, "all": {"nightly", "busy", "unknown"}}[keeps]
     assert {each.name for each in inside.starving(3600, "busy")} <= starving
+
+
+def test_no_lock_has_a_usual_length_if_only_trouble_is_kept(keeps):
+    for number in range(6):
+        ran(100 + number, task="feeds.t", retaken=1)
+    usual = TaskLockEvent.objects.usual_hold("nightly", "feeds.t")
+    assert (usual is None) == (keeps == "trouble")
+
+
+def test_figures_of_a_task_leave_out_what_is_not_known(keeps):
+    ran(60, 30, task="feeds.t", retaken=1)
+    ran(90, 30, task="feeds.t", outcome="lost")
+    now = timezone.now()
+    window = Window(now - datetime.timedelta(hours=1), now)
+    [figures] = per_task(TaskLockEvent.objects.all(), window, now)
+    known = [bool(figures.now[column]) for column in ("mean", "longest", "completed")]
+    assert known == [keeps == "all"] * 3
+    assert (figures.now["run"], figures.now["trouble"]) == (2, 1)
+
+
+NO_BEGINS = "SINGLETASK_HISTORY_KEEPS = 'trouble' with SINGLETASK_HISTORY = 'inline'"
+
+
+@pytest.mark.usefixtures("on_redis")
+def test_where_no_begin_is_written_it_cannot_be_told_whether_a_lock_starves(keeps, settings):
+    settings.SINGLETASK_TESTING = False
+    settings.SINGLETASK_HISTORY = "inline"
+    row("run", 7000, token="open")
+    skipped(7000, 60, 30, blocked_by="open")
+    with pytest.raises(CommandError) as error:
+        locks("list", "--fail-if-starving", "1h")
+    assert error.value.returncode == {"trouble": 3, "all": 2}[keeps]
+    assert (NO_BEGINS in str(error.value)) == (keeps == "trouble")
+
+
+def test_where_no_begin_is_written_locks_that_the_cache_cannot_list_are_unknown(
+    keeps, settings, monkeypatch
+):
+    settings.SINGLETASK_TESTING = False
+    settings.SINGLETASK_HISTORY = "inline"
+    error = CannotList("The cache cannot list its entries.")
+    store = get_store(conf.cache)
+    monkeypatch.setattr(store, "entries", Mock(side_effect=error))
+    if keeps == "all":
+        assert list_held() == []
+    else:
+        with pytest.raises(CannotList, match=NO_BEGINS):
+            list_held()
 
 
 NOTE = "SINGLETASK_HISTORY_KEEPS = 'trouble': runs without trouble are not kept."
@@ -234,7 +349,7 @@ class TestCommand:
         ran(90, name="nightly")  # before the setting was changed
         lines = locks("why", "nightly").splitlines()
         assert lines[0] == "nightly: not held"
-        assert lines[-2:] == ["  completed  none is recorded", f"  history    {NOTE}"]
+        assert lines[-1] == f"  completed  not known. {NOTE}"
 
     def test_a_run_that_is_not_recorded_is_not_unknown(self, settings):
         task_id = "3f0c1d52-7a41-4c55-9d0b-6f1a2b3c4de1"

@@ -220,5 +220,5 @@ def test_odd_address_shows_the_day_with_trouble_first(viewer, query):
 
 def test_empty_history_has_no_table(viewer):
     content = viewer.get(PAGE).content.decode()
-    assert "Nothing happened in this time span." in content
+    assert "Nothing is recorded in this time span." in content
     assert '<table class="singletask' not in content
