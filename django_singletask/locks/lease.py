@@ -461,7 +461,8 @@ class Lease:
         self.held_back = 0
         first = min(POLL, self.wait / 16)
         self.pause = min(max(first, self.pause * 1.5), MAX_POLL)
-        return min(self.until - now, self.pause * random.uniform(0.5, 1))
+        pause = self.pause * random.uniform(0.5, 1)
+        return min(self.until - now, pause)
 
     def replace(self, value: bytes) -> bool:
         """Replace the bytes ``value`` by those of this lease; return whether the store did so.

@@ -290,7 +290,8 @@ def facts(why: Why) -> Iterator[Fact]:
         yield Fact("task", text)
     if why.starving:
         met = words.plural(why.starving.conflicts, "conflict")
-        yield Fact("starving", f"{met} in {duration(why.starving.unmet)}; no run completed")
+        span = duration(why.starving.unmet)
+        yield Fact("starving", f"{met} in {span}; no run completed")
     for lock in why.held[:SHOWN]:
         yield from _tell_hold(why, lock)
     if len(why.held) > SHOWN:
@@ -348,7 +349,8 @@ def _tell_past(why: Why) -> Iterator[Fact]:
     """Yield what the history knows."""
     if why.usual:
         median = words.hold_time(why.usual.median)
-        yield Fact("usual", f"{median}, longest {words.hold_time(why.usual.longest)}")
+        longest = words.hold_time(why.usual.longest)
+        yield Fact("usual", f"{median}, longest {longest}")
     yield Fact("conflicts", _tell_conflicts(why))
     yield Fact("completed", _tell_completed(why))
     for row in why.troubles:
@@ -373,7 +375,8 @@ def _tell_completed(why: Why) -> str:
         when = _when(last.end)
         if last.result == "raised":
             when += " with an error"
-        return _named(why, last, f"{when}, after {words.lasted(last)}, by {last.holder()}")
+        lasted = words.lasted(last)
+        return _named(why, last, f"{when}, after {lasted}, by {last.holder()}")
     if why.task_completed:
         return f"none of this lock is recorded; the task completed {_when(why.task_completed.end)}"
     return "none is recorded"

@@ -91,7 +91,8 @@ class Drawn:
     @property
     def height(self) -> float:
         """The height of a tick, in percent of the lane, which grows with the number of calls."""
-        return min(36, 12 + 5 * math.log2(self.event.count))
+        height = 12 + 5 * math.log2(self.event.count)
+        return min(36, height)
 
     def clock_times(self, begin: datetime, end: datetime) -> str:
         begin_time = self.window.clock_time(begin)

@@ -86,7 +86,8 @@ def last_time(clock: str) -> datetime:
     today = words.to_local(now).date()
     at = words.to_moment(f"{today} {clock}")
     if at > now:
-        at = words.to_moment(f"{today - timedelta(days=1)} {clock}")
+        yesterday = today - timedelta(days=1)
+        at = words.to_moment(f"{yesterday} {clock}")
     return at
 
 
@@ -340,14 +341,16 @@ class Command(BaseCommand):
         if options["queued"]:
             noun, verb, done = FORGET
         if options["dry_run"]:
-            self.show_freed(chosen, (), f"Would {verb} {plural(len(chosen), noun)}.")
+            what = plural(len(chosen), noun)
+            self.show_freed(chosen, (), f"Would {verb} {what}.")
             return
         if not options["yes"]:
             confirm(chosen, options)
         if not logger.hasHandlers():
             logger.setLevel("ERROR")  # the table and the result say what the warnings do
         freed, refused = held.clear_all(chosen, actor=actor(), reason=options["reason"])
-        self.show_freed(chosen, freed, f"{done} {plural(len(freed), noun)}.")
+        what = plural(len(freed), noun)
+        self.show_freed(chosen, freed, f"{done} {what}.")
         if refused:
             raise not_freed(refused)
 
@@ -416,7 +419,8 @@ class Command(BaseCommand):
                 done = "Deleted"
                 number = sum(prune(older_than=seconds))
         facts = {"deleted": number, "older_than": seconds, "dry_run": dry_run}
-        self.show(facts, (), f"{done} {plural(number, 'row')} older than {duration(seconds)}.")
+        rows = plural(number, "row")
+        self.show(facts, (), f"{done} {rows} older than {duration(seconds)}.")
 
     def show(self, known: dict[str, Any], lines: Iterable[str], none: str = "") -> None:
         """Print JSON, or else the lines, the first one in colour; without lines print ``none``."""
@@ -489,8 +493,8 @@ def held_alarms(locks: Sequence[HeldLock], options: dict[str, Any]) -> Iterator[
         return
     late = [lock for lock in locks if lock.state in IN_USE and lock.held_for > limit]
     if late:
-        names = few([f"{lock.name} ({duration(lock.held_for)})" for lock in late])
-        yield f"Held for more than {duration(limit)}: {names}."
+        names = [f"{lock.name} ({duration(lock.held_for)})" for lock in late]
+        yield f"Held for more than {duration(limit)}: {few(names)}."
 
 
 def starving_alarms(selectors: Sequence[Selector], options: dict[str, Any]) -> Iterator[str]:
@@ -500,7 +504,8 @@ def starving_alarms(selectors: Sequence[Selector], options: dict[str, Any]) -> I
     names = []
     for each in starving(limit, selectors):
         met = plural(each.conflicts, "conflict")
-        names.append(f"{each.name} ({met} in {duration(each.unmet)})")
+        span = duration(each.unmet)
+        names.append(f"{each.name} ({met} in {span})")
     if names:
         yield f"Starving for {duration(limit)} or more: {few(names)}."
 
