@@ -9,7 +9,7 @@ from typing import Any, Concatenate, Literal, ParamSpec, Protocol, TypeVar, Unpa
 from celery import shared_task
 
 from django_singletask.task.base import SingletonTask
-from django_singletask.task.options import RunOptions
+from django_singletask.task.options import Function, RunOptions
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -25,10 +25,10 @@ class TaskOptions(RunOptions, total=False):
     acks_on_failure: bool | None
     acks_on_failure_or_timeout: bool
     acks_on_timeout: bool | None
-    after_return: Callable[..., Any]
+    after_return: Function
     autoretry_for: Sequence[type[BaseException]]
     backend: Any
-    before_start: Callable[..., Any]
+    before_start: Function
     compression: str | None
     default_retry_delay: float
     delivery_mode: int | str | None
@@ -40,9 +40,9 @@ class TaskOptions(RunOptions, total=False):
     mandatory: bool | None
     max_retries: int | None
     name: str
-    on_failure: Callable[..., Any]
-    on_retry: Callable[..., Any]
-    on_success: Callable[..., Any]
+    on_failure: Function
+    on_retry: Function
+    on_success: Function
     priority: int | None
     pydantic: bool
     pydantic_context: dict[str, Any] | None
@@ -60,7 +60,7 @@ class TaskOptions(RunOptions, total=False):
     routing_key: str | None
     send_events: bool
     serializer: str | None
-    shadow_name: Callable[..., str | None]
+    shadow_name: Function
     soft_time_limit: float | None
     store_eager_result: bool
     store_errors_even_if_ignored: bool

@@ -51,6 +51,7 @@ OnConflict = Literal["skip", "raise", "wait", "requeue"]
 OnOutage = Literal["raise", "run", "skip"]
 UniqueUntil = Literal["start", "finish", "expiry"]
 OnDuplicate = Literal["return", "raise", "replace"]
+Function = Callable[..., Any]
 LockOn = list[str] | tuple[str, ...]
 UNIQUE_FOR = 3600
 """The seconds of ``unique_for`` where it is not set."""
@@ -159,7 +160,7 @@ class CallOptions(TypedDict, total=False):
 class RunOptions(CallOptions, total=False):
     """The lock options of a run that is not sent: ``apply(…, lock_options={…})``."""
 
-    on_skip: Callable[..., Any] | None
+    on_skip: Function | None
 
 
 class SendOptions(TypedDict, total=False):
