@@ -238,7 +238,8 @@ class ClusterStore(RedisStore):
             options = {"host": "localhost", "port": 6379}
             options |= self.client.connection_pool.from_url(url).connection_kwargs
             self.seeds.append("{host}:{port}".format(**options))
-        self.map: Map = vars(self.epoch).setdefault("map", Map(self.epoch, self.seeds[0]))
+        unread = Map(self.epoch, self.seeds[0])
+        self.map: Map = vars(self.epoch).setdefault("map", unread)
         self.addresses: set[str] = self.map.addresses
 
     def clients(self) -> dict[str, Any]:

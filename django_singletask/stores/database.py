@@ -207,7 +207,8 @@ class DatabaseStore(Store):
 
     def microseconds(self) -> int:
         now = self.dialect.seconds.format(self.dialect.now.format(shift=0))
-        return int(self.execute(f"SELECT {now}")[0][0] * 1_000_000)
+        [(seconds,)] = self.execute(f"SELECT {now}")
+        return int(seconds * 1_000_000)
 
     def scan(self, prefix: str) -> Iterator[tuple[str, Entry]]:
         return self._live(LIKE, [like(prefix)])
@@ -216,7 +217,8 @@ class DatabaseStore(Store):
         # Nothing else deletes rows of a dedicated table. A process that sleeps for less than a day
         # finds its row again.
         statement = f"DELETE FROM {self.quoted} WHERE {LIKE} AND expires < {self.then}"
-        return int(self.execute(statement, [like(self.prefix()), -24 * 60 * 60]))
+        a_day_ago = -24 * 60 * 60
+        return int(self.execute(statement, [like(self.prefix()), a_day_ago]))
 
     def close(self) -> None:
         with undivided(self.connection):

@@ -605,7 +605,8 @@ class RedisStore(Store):
         script = OUTCOMES.__getitem__, "EVALSHA", SHA[CHANGE], 1
         sent = []
         for key, value, lease in requests:
-            sent.append((*script, self.make_key(key), value, max(1, int(lease * 1000))))
+            milliseconds = max(1, int(lease * 1000))
+            sent.append((*script, self.make_key(key), value, milliseconds))
         return self.ask(*sent)
 
     def read_many(self, keys: Iterable[str]) -> dict[str, Entry]:
