@@ -68,7 +68,7 @@ SWITCHES = (
 
 def run() -> Messages:
     """Return the messages that matter when a worker starts."""
-    return [*check_celery(), *check_cache(), *check_settings(), *check_tasks()]
+    return [*check_cache(), *check_settings(), *check_celery()]
 
 
 def _message(number: str, text: str | Exception, hint: str, obj: str | None = None) -> Any:
@@ -82,7 +82,7 @@ def _message(number: str, text: str | Exception, hint: str, obj: str | None = No
 
 @checks.register("singletask")
 def check_celery(**kwargs: Any) -> Messages:
-    """Check that the installed Celery has what this package uses, and that it is tested."""
+    """Check the installed Celery and, if it has all that this package uses, the tasks."""
     found = []
     tested = ".".join(map(str, TESTED))
     for name in missing_hooks():
@@ -94,6 +94,8 @@ def check_celery(**kwargs: Any) -> Messages:
             f"{package}."
         )
         found.append(_message("E020", text, hint))
+    if not found:
+        found = check_tasks()
     if celery.VERSION[:2] > TESTED:
         text = f"Celery {celery.__version__} is newer than {tested}, the newest that is tested."
         hint = (
@@ -274,11 +276,8 @@ def _wrong(number: str, name: str, rule: str, example: str) -> Any:
     return _message(number, text, f"Set {setting} to {example}, or remove it.")
 
 
-@checks.register("singletask")
-def check_tasks(**kwargs: Any) -> Messages:
+def check_tasks() -> Messages:
     """Check the lock options of every registered :class:`SingletonTask`."""
-    if missing_hooks():
-        return []  # to find the tasks may need them; check_celery() reports them
     import_tasks()
     tasks = list(singleton_tasks().values())
     return [message for task in tasks for message in _of_task(task)] + _of_late_tasks(tasks)

@@ -201,6 +201,13 @@ def test_a_private_name_that_is_missing_is_an_error(versions, missing):
     assert message.hint.endswith(f" install an older {package}.")
 
 
+def test_celery_is_looked_at_once(monkeypatch):
+    looks = []
+    monkeypatch.setattr(checks, "missing_hooks", lambda: looks.append("a look") or [])
+    django_checks.run_checks(tags=["singletask"])
+    assert looks == ["a look"]
+
+
 def test_a_part_of_celery_that_needs_more_than_it_is_given_is_missing(monkeypatch):
     monkeypatch.setattr(hooks, "add_autoretry_behaviour", attrgetter("of_a_new_celery"))
     assert hooks.missing_hooks() == [hooks.ORIGINAL_BODY]
