@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Iterator
 from io import BytesIO
 from itertools import count
 from pathlib import Path
 from string import Formatter
 from typing import Any
 
-from babel.messages import Catalog
+from babel.messages import Catalog, Message
 from babel.messages.extract import DEFAULT_KEYWORDS, extract
 from babel.messages.mofile import read_mo, write_mo
 from babel.messages.pofile import read_po, write_po
@@ -32,12 +33,26 @@ KEYWORDS = DEFAULT_KEYWORDS | {
 }
 HEADLINE = "# The texts of the admin's pages. After an edit: python -m tests.catalogues"
 HEADER = """\
-msgid ""
-msgstr ""
-"Language: {0.locale}\\n"
-"Content-Type: text/plain; charset=utf-8\\n"
-"Plural-Forms: {0.plural_forms}\\n"
+Project-Id-Version: django-singletask
+Language: {0.locale}
+MIME-Version: 1.0
+Content-Type: text/plain; charset=utf-8
+Content-Transfer-Encoding: 8bit
+Plural-Forms: {0.plural_forms}
 """
+
+
+class Compilable(Catalog):
+    """A catalogue with another header, because that of Babel has placeholders."""
+
+    def __init__(self, catalog: Catalog) -> None:
+        super().__init__(catalog.locale)
+        self.catalog = catalog
+
+    def __iter__(self) -> Iterator[Message]:
+        _header, *messages = self.catalog
+        yield Message("", HEADER.format(self.catalog))
+        yield from messages
 
 
 def folder(language: str) -> Path:
@@ -89,15 +104,16 @@ def update(language: str) -> None:
     folder(language).mkdir(parents=True, exist_ok=True)
     with (folder(language) / "django.po").open("wb") as file:
         # The comment at the head lists the terms of the language.
-        file.write(f"{catalog.header_comment}\n{HEADER.format(catalog)}".encode())
+        lines = [f'"{line}\\n"\n' for line in HEADER.format(catalog).splitlines()]
+        head = f'{catalog.header_comment}\nmsgid ""\nmsgstr ""\n{"".join(lines)}\n'
+        file.write(head.encode())
         # Without the lines of the modules, which change with each edit.
         write_po(file, catalog, width=98, omit_header=True, include_lineno=False)
     for (context, text), strings in by_id(catalog).items():
         if not all(strings):
             catalog.delete(text, context)
-    if by_id(compiled(language)) != by_id(catalog):
-        with (folder(language) / "django.mo").open("wb") as file:
-            write_mo(file, catalog)
+    with (folder(language) / "django.mo").open("wb") as file:
+        write_mo(file, Compilable(catalog))
 
 
 def faults(catalog: Catalog, texts: Catalog) -> list[str]:

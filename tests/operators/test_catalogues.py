@@ -89,6 +89,16 @@ def test_the_compiled_catalogue_is_that_of_the_source(language: str) -> None:
 
 
 @pytest.mark.parametrize("language", catalogues.LANGUAGES)
+@pytest.mark.parametrize("suffix", ["po", "mo"])
+def test_the_header_has_no_placeholder(language: str, suffix: str) -> None:
+    text = (catalogues.folder(language) / f"django.{suffix}").read_bytes()
+    assert b"Project-Id-Version: django-singletask" in text
+    assert f"Language: {language}".encode() in text
+    placeholders = (b"PROJECT", b"VERSION", b"EMAIL@ADDRESS", b"FULL NAME", b"li.org", b"YEAR")
+    assert [one for one in placeholders if one in text] == []
+
+
+@pytest.mark.parametrize("language", catalogues.LANGUAGES)
 def test_a_text_that_django_has_too_is_translated_alike(language: str) -> None:
     """Django has one catalogue for all apps: which translation it takes depends on their order."""
     ours, differ = translated(language), {}
