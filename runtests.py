@@ -148,6 +148,7 @@ def install(missing: list[servers.Need]) -> None:
                 source.flush()
                 apt = ["env", "DEBIAN_FRONTEND=noninteractive", "apt-get", "-qq"]
                 apt += ["-o", f"Dir::Etc::SourceList={source.name}"]
+                apt += ["-o", "DPkg::Lock::Timeout=300"]  # another run may be installing
                 command = [*apt, "install", "--no-install-recommends", "-y", *sorted(packages)]
                 done = root(*command)
                 if done.returncode:

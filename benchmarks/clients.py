@@ -22,7 +22,7 @@ CALLS = 500
 """Calls of an action whose cost is measured."""
 HERD = 20
 """Processes whose return after a restart is measured."""
-REQUESTS = ("evalsha", "hello", "info", "script|exists")
+REQUESTS = ("evalsha", "hello", "info")
 """What a process that comes back sends; the other commands are parts of scripts."""
 ONLY_HERE = {"client|kill", "dbsize", "flushdb", "ping"}
 """Commands that only the measurement sends."""

@@ -1,7 +1,7 @@
 """Say what 10, 1,000 and 100,000 worker processes ask of one Redis: a discrete-event model.
 
     pip install -e . --group bench
-    python benchmarks/fleet.py            # some minutes; prints the tables of scaling.rst
+    python benchmarks/fleet.py            # some minutes; prints FLEET.txt
     python benchmarks/fleet.py --check    # compares the model with as many real processes
     python benchmarks/fleet.py --nodes 3  # what real processes ask of a cluster
 

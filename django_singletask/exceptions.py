@@ -14,10 +14,11 @@ class LockError(Exception):
 class LockConflict(LockError):
     """Another holder has the lock.
 
-    ``name`` is the name of the lock. ``holder`` is its :class:`Holder`, or None if the holder
-    released the lock at that moment. ``remaining`` is the rest of the holder's lease in seconds,
-    or None where the cache does not report it. ``note`` adds details, such as how long the call
-    waited. ``lock`` is the :class:`TaskLock` that was refused; it is None after unpickling.
+    * ``name``: the name of the lock.
+    * ``holder``: its :class:`Holder`, or None if the lock was just released.
+    * ``remaining``: seconds that the holder's lease has left; None if unknown.
+    * ``note``: details, such as how long the call waited.
+    * ``lock``: the refused :class:`TaskLock`; None after unpickling.
     """
 
     __slots__ = ("lock",)  # outside __dict__, which is pickled
@@ -65,17 +66,13 @@ class LockConflict(LockError):
 
 
 class LockLost(LockError):
-    """The running code no longer holds its lock.
-
-    The lease ended, an operator cleared the lock, or the cache lost it and it could not be taken
-    again.
-    """
+    """The running code has lost its lock: the lease ended, or the lock was cleared or forgotten."""
 
 
 class LockUnavailable(LockError):
-    """The cache cannot be used; the error of its client is the cause (``__cause__``).
+    """The cache does not answer, answers too late for the lease, or keeps no new entry.
 
-    This is also raised if the cache answers too late for the lease, or keeps no new entry.
+    The error of its client is the cause (``__cause__``).
     """
 
 

@@ -15,32 +15,21 @@ lock_event: Signal = Signal(use_caching=True)
 
 @dataclasses.dataclass(frozen=True)
 class LockEvent:
-    """One thing that happened to a lock. Texts that are not known are empty, numbers are 0.
+    """One thing that happened to a lock. What is not known is empty, 0 or None.
 
-    * ``kind``: what happened: ``acquired``, ``released``, ``conflict``, ``duplicate``, ``dead``,
-      ``expired``, ``lost``, ``retaken``, ``cleared`` or ``unguarded``.
+    * ``kind``, ``outcome``, ``result``, ``reason``: codes; some reasons are sentences.
     * ``name``, ``key``, ``cache``: the lock, its key, and the alias of its cache.
     * ``at``: when it happened, as an aware UTC time.
-    * ``token``, ``task``, ``task_id``, ``host``, ``pid``: the holder; or, without a token, the call
+    * ``token``, ``task``, ``task_id``, ``host``, ``pid``: the holder; without a token, the call
       that did not get the lock or was not sent.
-    * ``since``, ``timeout``: when the holder took the lock, and its lease in seconds.
-    * ``fixed``: of ``acquired``: whether the lease is not renewed, and ends ``timeout`` seconds
-      after ``since``.
-    * ``result``: how the body of the run ended; of a conflict: what becomes of the call.
-    * ``reason``: why; of a conflict or a duplicate a code, otherwise a sentence.
-    * ``outcome``: of ``released`` only: ``released``, or ``lost`` if the lock was no longer there.
-    * ``blocked_by``, ``blocked_by_task_id``: token and task id of the holder that a call met; of
-      ``lost``: of the next holder.
+    * ``since``, ``timeout``: when the lock was taken, and the seconds of its lease.
+    * ``fixed``: whether the lease is never renewed; only of ``acquired``.
+    * ``blocked_by``, ``blocked_by_task_id``: the holder in the way; of ``lost``: the next holder.
     * ``actor``: who cleared the lock.
-    * ``held_for``: for how many seconds the lock was held; None until the hold ends, and where it
-      is unknown.
-    * ``longest_renewal_gap``: the longest time between two renewals in seconds, or None.
-    * ``retaken``: how often the holder has taken its lock again.
-    * ``waited``: for how many seconds the run of ``acquired`` had waited for its lock, in its
-      process or postponed; of a conflict that ``failed`` or was ``skipped``, how long the call had
-      waited in vain.
-    * ``was_waiting``: of a conflict that ``failed`` or was ``skipped``: whether the call was
-      reported as ``waiting`` for the same holder before, so that two conflicts are one call.
+    * ``held_for``, ``longest_renewal_gap``: seconds of the hold, and between two renewals.
+    * ``retaken``: how often the lock was taken again.
+    * ``waited``: seconds that the call had waited, if it then ran, ``failed`` or was ``skipped``.
+    * ``was_waiting``: whether this conflict was reported as ``waiting`` before.
     * ``quiet``: whether the task has ``lock_history=False``.
     """
 

@@ -55,9 +55,9 @@ notfound_context = {
         <p>This address has no page, or its page is in another version of the documentation.</p>
         <ul>
         <li><a href="{address}search.html">Search</a> looks for words in all pages.</li>
-        <li><a href="{address}index.html">The first page</a> lists all pages.</li>
-        <li><a href="{address}operating/runbook.html">The runbook</a> has the steps for
-            “the task does not run”.</li>
+        <li><a href="{address}index.html">The first page</a> leads to all pages.</li>
+        <li><a href="{address}operating/troubleshooting.html">Troubleshooting</a> has the
+            steps for “the task does not run”.</li>
         </ul>
     """,
 }
@@ -73,6 +73,8 @@ ogp_social_cards = {"enable": False}
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_js_files = ["accessible.js"]
+# The order of the results of the search. tests/docs_search.py asks it what people ask.
+html_search_scorer = str(Path(__file__).with_name("search_scorer.js"))
 nitpicky = True
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"

@@ -191,4 +191,4 @@ OF_LOCKS = {
 }
 """The options that ``TaskLock`` and ``only_one`` have, too, by their names there."""
 OF_FUNCTIONS = {**OF_LOCKS, "skip_result": "skip_result", "on_skip": "on_skip"}
-"""The options of ``only_one``. What the others have alone is in docs/reference/options.rst."""
+"""The options of ``only_one``. What the others have alone is in docs/guides/outside-tasks.rst."""

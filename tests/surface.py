@@ -25,7 +25,7 @@ ROOT = Path(__file__).parent.parent
 FILE = Path(__file__).with_name("surface.txt")
 MODULES = ("", ".signals", ".testing", ".history", ".models", ".admin", ".stores.base")
 OF_STORES = ["Entry", "Forgotten", "Outcome", "Store"]
-"""What docs/guides/add-a-store.rst imports from a module that has other names, too."""
+"""What docs/contributing/add-a-store.rst imports from a module that has other names, too."""
 BY_NAME = (f"{PACKAGE}.admin", f"{PACKAGE}.testing", f"{PACKAGE}.stores")
 """Modules of whose classes only the name, the arguments, and what must be written, are public."""
 

@@ -130,14 +130,17 @@ def write(events: Iterable[LockEvent]) -> None:
 
 
 def _without_good(connection: Any, cursor: Any, rows: list[Row]) -> list[Row]:
-    """Return the rows to write: all but the runs that ended without trouble.
+    """Return the rows to write: all but those of runs that ended without trouble.
 
-    Of these, the row is deleted, which is there if a batch had only the begin. A row with trouble
-    stays, and gets the end of its run. The first statement writes: SQLite refuses to write in a
-    transaction that read first, if another process has written meanwhile.
+    If an earlier batch wrote that a run began, the table already has a row of this run. The row is
+    deleted if the run ended without trouble. If the row in the table shows trouble, it stays, and
+    the end of the run is written into it.
 
-    This may delete rows in another order than two processes change them. Then the database ends
-    one of the two transactions, whose events are kept and written again.
+    The DELETE comes before the SELECT. SQLite refuses to write in a transaction that began with a
+    read, if another process has written since that read.
+
+    Two processes may change and delete the same rows in different orders. Then the database ends
+    one of the two transactions, and the events of that transaction are written again later.
     """
     ended = [row["ref"] for row in rows if row["outcome"] == "released" and not row["retaken"]]
     good = set(ended)

@@ -37,10 +37,7 @@ UNFILLED = re.compile(r"\{[A-Za-z_][\w.]*\}")
 
 
 def current_lock() -> TaskLock | None:
-    """Return the lock of the innermost ``with`` block, function or task body that runs here.
-
-    None if there is none.
-    """
+    """Return the lock of the innermost ``with`` block, function or task body here, or None."""
     lease = current_lease()
     if lease is None:
         return None
@@ -60,29 +57,17 @@ class TaskLock:
         with TaskLock("nightly-import", wait=5):  # LockConflict after 5 seconds
             ...
 
-    * ``timeout``: the length of the lease in seconds, at most 30 days (default
-      ``SINGLETASK_LOCK_TIMEOUT``, which is 60).
-    * ``renew`` (True): extend the lease at each third of ``timeout`` while the process lives; False
-      needs ``timeout``.
-    * ``wait`` (0): how many seconds an acquisition waits for a held lock; ``math.inf``: without
-      end.
-    * ``on_conflict``: what ``with`` does if the lock is held: ``"raise"`` (default)
-      :class:`LockConflict`, or ``"skip"``: run the block with this object, which is then false.
+    * ``timeout``: seconds of the lease, at most 30 days (default ``SINGLETASK_LOCK_TIMEOUT``).
+    * ``renew``: renew the lease while the process lives; False needs ``timeout``.
+    * ``wait``: seconds to wait for a held lock; ``math.inf``: no limit.
+    * ``on_conflict``: if the lock is held, ``"raise"`` :class:`LockConflict`, or ``"skip"``: run
+      the block with this object, which is then false.
     * ``cache``: an alias in ``CACHES`` (default ``SINGLETASK_CACHE``).
-    * ``slots`` (1): how many holders the lock can have at once, at most 1,000.
-    * ``at_least`` (0): a block keeps the lock until so many seconds after its start, however it
-      ends, and so does :meth:`release`.
+    * ``slots``: how many holders the lock can have, at most 1,000.
+    * ``at_least``: seconds from the start for which the lock is kept, however its block ends.
 
-    The attribute ``name`` is the readable name of the lock, and ``key`` its key in the cache. In
-    asyncio code use ``async with``, and the methods whose names begin with *a*, such as
-    ``aacquire()``.
-
-    The lock is an entry in the cache that expires: see "Guarantees and limits" in the
-    documentation. Use an object for one acquisition at a time. A lock is not re-entrant: waiting
-    for the lock of a ``with`` block around the call raises at once. If the same code took the lock
-    with ``acquire()``, the wait continues, because another thread may release the lock; an endless
-    wait logs a warning. ``acquire()`` waits only if you set ``wait``; those of ``threading`` and
-    redis-py wait by default.
+    ``name`` is the name of the lock, and ``key`` its key in the cache. Create one object for each
+    use. A ``with`` block cannot wait for its own lock: that raises :class:`LockConflict`.
 
     Raises ``TypeError`` and ``ValueError`` for invalid options. Each question to the cache is one
     request, and can raise :class:`LockUnavailable`.
@@ -154,14 +139,14 @@ class TaskLock:
 
     @property
     def token(self) -> str | None:
-        """The token of the acquisition; None if the lock is not held by this object."""
+        """The token of the acquisition; None if this object does not hold the lock."""
         if self._lease is None or not self._lease.held:
             return None
         return self._lease.token
 
     @property
     def blocker(self) -> Holder | None:
-        """The :class:`Holder` that the last acquisition met; None if the lock was free."""
+        """The :class:`Holder` that the last acquisition found; None if the lock was free."""
         if self._lease is None:
             return None
         return self._lease.blocker
@@ -190,9 +175,9 @@ class TaskLock:
     def acquire(self, wait: float | None = None) -> bool:
         """Acquire the lock, waiting up to ``wait`` seconds; return whether it was acquired.
 
-        If it was not, ``blocker`` is its holder. Raises :class:`LockConflict` instead of waiting
-        for the lock of a ``with`` block around this call, :class:`LockError` if this object is in
-        use, and :class:`LockUnavailable`, also if the cache answers too late for the lease.
+        If it was not, :attr:`blocker` is its holder. By default it does not wait. Raises
+        :class:`LockConflict` for a wait in a ``with`` block of the lock, :class:`LockError` if this
+        object is in use, and :class:`LockUnavailable`.
         """
         return self._take(wait, in_block=False)
 
@@ -378,14 +363,11 @@ class TaskLock:
 
     @classmethod
     def receive(cls, handle: str, *, timeout: float | None = None, renew: bool = True) -> TaskLock:
-        """Take a lock that was handed over, and return it; it is held, and renewed from now on.
+        """Take a lock that was handed over, and return it, held and renewed; this works once.
 
-        Use it in a ``with`` block, or :meth:`release` it. A lock can be received once. Only a
-        redelivery of the same Celery task can receive it again, if its first run is proven dead.
-        The options are those of :class:`TaskLock`.
-
-        Raises :class:`LockLost` if the lock is gone or has another holder, ``ValueError`` for an
-        invalid handle, and :class:`LockUnavailable`.
+        Use it in a ``with`` block, or :meth:`release` it. Raises :class:`LockLost` if the lock is
+        gone or has another holder, ``ValueError`` for an invalid handle, and
+        :class:`LockUnavailable`.
         """
         match = None
         if isinstance(handle, str):
@@ -409,7 +391,7 @@ class TaskLock:
     # For any process
 
     def locked(self) -> bool:
-        """Ask the cache whether the lock (all its slots) is held; a dead holder does not count."""
+        """Return whether the lock (all its slots) is held; a dead holder does not count."""
         deaths = [proof_of_death(Holder.decode(each.value)) for each in self._entries().values()]
         return deaths.count(None) == self.slots
 
@@ -417,9 +399,9 @@ class TaskLock:
     alocked: Final = offer_in_thread(locked)
 
     def holder(self) -> Holder | None:
-        """Ask the cache for the holder of the lock; of several, the one whose lease ends first.
+        """Return the holder of the lock; of several, the one whose lease ends first.
 
-        memcached does not report ends: there it is the holder of the first slot that is held.
+        On memcached, it is the holder of the first slot that is held.
         """
         entry = self._first()
         if entry is None:
@@ -429,7 +411,7 @@ class TaskLock:
     aholder: Final = offer_in_thread(holder)
 
     def remaining(self) -> float | None:
-        """Ask the cache for the rest of the lease of :meth:`holder` in seconds.
+        """Return the seconds that the lease of :meth:`holder` has left.
 
         None if the lock is free, or if the cache does not report it.
         """
@@ -443,10 +425,9 @@ class TaskLock:
     def clear(self, *, token: str | None = None, actor: str = "", reason: str = "") -> bool:
         """Free the lock of any holder, or only of the holder with ``token``.
 
-        ``actor`` and ``reason`` say who frees it and why, for the log and the history. If the
-        holder is still running, it keeps running, and another run can start at the same time. The
-        holder learns at its next renewal that the lock is lost. Return whether a lock was freed.
-        Raises ``TypeError`` if the lock has several slots and there is no token.
+        Return whether a lock was freed. The holder is not stopped, so a second run can start beside
+        it. The log shows ``actor`` and ``reason``. Raises ``TypeError`` for several slots without a
+        token.
         """
         if token is None and self.slots > 1:
             raise TypeError(
@@ -469,10 +450,10 @@ class TaskLock:
     # While this object holds it
 
     def release(self) -> bool:
-        """Release the lock; return whether this object still held it.
+        """Release the lock, from any thread; return whether this object still held it.
 
-        Any thread may do this. Raises :class:`LockError` if the lock was not acquired, and
-        :class:`LockUnavailable`: then the release is tried again until the lease has ended.
+        Raises :class:`LockError` if it was not acquired, and :class:`LockUnavailable`: then the
+        release is tried again until the lease has ended.
         """
         lease = self._held_lease()
         try:
@@ -483,15 +464,11 @@ class TaskLock:
     arelease: Final = offer_in_thread(release)
 
     def hand_over(self, *, for_: float) -> str:
-        """Leave the lock to another process; return the handle with which it can :meth:`receive`.
+        """Leave the lock to another process; return a string with which it can :meth:`receive` it.
 
-        From then on the lock belongs to no process and is not renewed. It ends after ``for_``
-        seconds, unless a process receives it before. This object no longer holds it, so the end
-        of its ``with`` block frees nothing, and keeps nothing for ``at_least``. The handle is a
-        string.
-
-        Raises :class:`LockError` if the lock was not acquired, and :class:`LockLost` if it is gone.
-        If it raises :class:`LockUnavailable`, the lock cannot be received, and is freed.
+        The lock ends after ``for_`` seconds, unless a process receives it before. Raises
+        :class:`LockError` if it was not acquired, :class:`LockLost` if it is gone, and
+        :class:`LockUnavailable`: then the lock is freed.
         """
         lease = self._held_lease()
         try:
@@ -504,16 +481,12 @@ class TaskLock:
     def lost(self) -> bool:
         """Whether this object acquired the lock and has lost it since.
 
-        Only in a forked child of the holder it sends a request.
+        This sends a request only in a forked child of the holder.
         """
         return self._lease is not None and self._lease.lost
 
     def check(self) -> None:
-        """Raise :class:`LockLost` if :attr:`lost`, :class:`LockError` if it was not acquired.
-
-        Call it in the loops of long bodies. It sends a request only in a forked child of the
-        holder.
-        """
+        """Raise :class:`LockLost` if :attr:`lost`, :class:`LockError` if it was not acquired."""
         if self._lease is not None and self._lease.is_unguarded:
             return  # on_outage="run": there is no lock that it could lose
         if self._held_lease().lost:
@@ -522,9 +495,8 @@ class TaskLock:
     def extend(self, timeout: float | None = None) -> None:
         """Let the lease end ``timeout`` seconds from now (default: the length of the lease).
 
-        A lease that is renewed keeps the new length. Raises :class:`LockLost` if the lock is lost,
-        :class:`LockError` if it was not acquired or belongs to the parent of this forked process,
-        and :class:`LockUnavailable`.
+        Renewals keep this length. Raises :class:`LockLost`, :class:`LockError` if the lock was not
+        acquired or in a forked child, and :class:`LockUnavailable`.
         """
         lease = self._held_lease()
         if timeout is None:
@@ -537,14 +509,12 @@ class TaskLock:
     def fencing_token(self) -> int:
         """Return a number that is greater than that of every earlier holder, and below ``2**63``.
 
-        The number stays the same until the release; only the first call sends a request. Get it
-        before you read the data, store it with the data, and write only if the stored number is
-        not greater. Then a run that wakes up after its lease cannot overwrite newer data. The idea
-        is Martin Kleppmann's.
+        Get it before you read the data, and write only if no greater number is stored with the
+        data. The idea is Martin Kleppmann's. Only the first call sends a request.
 
         Raises :class:`LockError` if the lock was not acquired, :class:`LockLost` if it was lost or
         retaken, ``TypeError`` with several slots, :class:`LockUnavailable`, and
-        ``NotImplementedError`` on memcached, which can lose a counter at any time.
+        ``NotImplementedError`` on memcached.
         """
         return self._held_lease().fencing_token()
 

@@ -95,19 +95,19 @@ def only_one(
         def sync(user_id):
             ...
 
-    ``key`` is the name of the lock (default: the dotted name of the function). It is a format
-    string over the arguments, such as ``"sync-{user_id}"``, or a function of the arguments that
-    returns the name, or None for a call that needs no lock. A skipped call returns
-    ``skip_result``, or calls ``on_skip`` with the :class:`LockConflict` and the call's arguments
-    and returns its result. With ``on_conflict="raise"`` the call raises that error. A call
-    that began keeps the lock until ``at_least`` seconds after its start, however it ends. The other
-    options and their units are those of :class:`TaskLock`. The decorator works on functions,
-    methods (``run`` of a class-based task) and coroutine functions, and below ``@shared_task`` and
-    Django's ``@task``.
+    * ``key``: the name of the lock: a format string over the arguments, or a function of them
+      (None: no lock). The default is the dotted name of the function.
+    * ``on_conflict``: ``"skip"``, or ``"raise"`` :class:`LockConflict`.
+    * ``skip_result``: what a skipped call returns.
+    * ``on_skip``: a function that gets the :class:`LockConflict` and the call's arguments, and
+      returns the result of a skipped call.
+    * The other options are those of :class:`TaskLock`.
 
-    Raises ``TypeError`` for generator functions, for task objects, for a field in ``key`` that is
-    not an argument, and for a ``skip_result`` that is a function. A call can raise
-    :class:`LockUnavailable`. The name comes from a recipe by Ted Tieken (2012).
+    It works on functions, methods and coroutine functions, and below ``@shared_task`` and Django's
+    ``@task``. The name comes from a recipe by Ted Tieken (2012).
+
+    Raises ``TypeError`` for generator functions, task objects, and invalid options. A call can
+    raise :class:`LockUnavailable`.
     """
     make_lock = functools.partial(
         TaskLock,

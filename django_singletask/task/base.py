@@ -242,8 +242,8 @@ class SingletonTask(Attributes, Base[P, R_co]):
         """Return the :class:`TaskLock` of a call with these arguments, not acquired.
 
         ``task.lock(7).locked()`` asks whether that call is running. Arguments that are not part of
-        the lock may be left out. Raises ``TypeError`` if the arguments do not fit the task or have
-        no stable form, and :class:`LockError` if ``lock_name`` returns None: no lock.
+        the lock may be left out. Raises ``TypeError`` for arguments that do not fit the task or
+        have no stable form, and :class:`LockError` if ``lock_name`` returns None.
         """
         if not self._options_are_checked:
             self._check_options()
@@ -251,10 +251,9 @@ class SingletonTask(Attributes, Base[P, R_co]):
         return options.lock(options.key(self, args, kwargs, partial=True), self.name)
 
     def queued(self, /, *args: Any, **kwargs: Any) -> AsyncResult[R_co] | None:
-        """Return the ``AsyncResult`` of a queued call with these arguments; None if there is none.
+        """Return the ``AsyncResult`` of a queued call with these arguments, or None.
 
-        This asks the cache, and the answer can be outdated when you use it. Raises ``TypeError``
-        as :meth:`lock` does.
+        The answer can be outdated when you use it. Raises ``TypeError`` as :meth:`lock` does.
         """
         if not self._options_are_checked:
             self._check_options()
@@ -284,13 +283,10 @@ class SingletonTask(Attributes, Base[P, R_co]):
     ) -> AsyncResult[R_co]:
         """Send the task, with its lock's key in the message.
 
-        The options are Celery's, and ``lock_options``: lock options for this call. With
-        ``unique_until``, a duplicate is not sent, and the queued call's result is returned.
-        Raises ``TypeError`` for unknown options in ``lock_options``, for lock options beside it,
-        and for an argument without a stable form; Celery ignores other unknown options.
-        Raises ``ValueError`` for a wrong value in ``lock_options``;
-        :class:`DuplicateTask` with ``on_duplicate="raise"``; :class:`LockUnavailable` with
-        ``unique_until``.
+        The options are Celery's, and ``lock_options`` for this call. With ``unique_until``, a
+        duplicate is not sent: this returns the queued call's result, or raises
+        :class:`DuplicateTask` (``on_duplicate="raise"``) or :class:`LockUnavailable`. Raises
+        ``TypeError`` and ``ValueError`` for wrong lock options or arguments.
         """
         options: Any = celery_options
         # Pass these by name, and only if the caller did: another base may override this method as
@@ -369,10 +365,7 @@ class SingletonTask(Attributes, Base[P, R_co]):
         self.apply_async_on_commit(args, kwargs)
 
     def apply_async_on_commit(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
-        """Send the task when the transaction commits; a duplicate is dropped.
-
-        :class:`DuplicateTask` is not raised, because it would stop the transaction's other hooks.
-        """
+        """Send the task when the transaction commits; a duplicate is dropped without an error."""
 
         def send() -> None:
             with suppress(DuplicateTask):

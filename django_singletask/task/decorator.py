@@ -96,8 +96,6 @@ def singleton_task(
 ) -> Any:
     """Do what ``@shared_task(base=SingletonTask)`` does, with the same options.
 
-    See :class:`SingletonTask` for the lock options; the others are Celery's. A type checker then
-    knows the parameters and the result of the task, and refuses options that do not exist. ``base``
-    can be a subclass of :class:`SingletonTask`.
+    A type checker then knows the parameters and the result of the task. ``base`` can be a subclass.
     """
     return shared_task(*function, base=base, **options)

@@ -157,15 +157,14 @@ class _StandIn(TestContextDecorator):
 
 
 class no_locks(_StandIn):
-    """Begin a test with no lock held and no call queued, whatever other processes and tests do.
+    """Begin a test with no lock held and no call queued.
 
-    Meanwhile, in every thread, all locks are in the memory of this process, where they work as in
-    production, and no history is written: a nested lock conflicts, ``locked()`` tells, duplicates
-    are found. That memory is empty at first, also inside another block, and is discarded at the
-    end. A lock that was acquired before is not there.
+    Until its end, the locks of all threads are in the memory of this process, where they work as in
+    production. No history is written. Use it as a context manager, or as a decorator of functions,
+    coroutine functions and ``unittest`` classes, where it begins before each ``setUp``::
 
-    Use it as a context manager, or as a decorator of functions, coroutine functions and
-    ``unittest`` classes, where it begins before each ``setUp``.
+        with no_locks():
+            import_feed(7)
     """
 
     starts_empty = True
@@ -216,19 +215,16 @@ class _Elsewhere(_StandIn):
 class hold(_Elsewhere):
     """Simulate another holder, so that a run that wants the lock finds it held.
 
-    ``hold(task, *args, **kwargs)`` holds the lock of that call of a :class:`SingletonTask`.
-    Instead of the task, pass a :class:`TaskLock`, the name of a lock, or the key of an
-    ``only_one`` function. All slots of the lock are held; a name has one slot.
-    Use it like :class:`no_locks`. As a context manager it returns the :class:`Holder` (a task on a
-    host called "elsewhere", with a lease of one day).
+    ::
 
-    Inside another block, the lock is added to those that are there. Otherwise it is at first the
-    only one. Other locks work as in :class:`no_locks`.
+        with hold(import_feed, 7):
+            assert import_feed(7) is None  # skipped
 
-    Raises ``TypeError`` on entry if the first argument is not a lock, or if the other arguments do
-    not fit the task. Raises ``ValueError`` for the key of an ``only_one`` function with unfilled
-    fields, and :class:`LockConflict` if the test itself acquired that lock before, in another
-    block.
+    ``task`` can also be a :class:`TaskLock`, the name of a lock, or the key of an ``only_one``
+    function. Use it like :class:`no_locks`. As a context manager it returns the :class:`Holder`.
+
+    On entry it raises ``TypeError`` for other arguments, ``ValueError`` for a key with unfilled
+    fields, and :class:`LockConflict` if the test itself has the lock.
     """
 
     def __init__(self, task: SingletonTask | TaskLock | str, /, *args: Any, **kwargs: Any) -> None:
@@ -266,14 +262,15 @@ def _lock(task: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TaskLo
 class queued(_Elsewhere):
     """Simulate a queued call, so that an identical call with ``unique_until`` is a duplicate.
 
-    ``queued(task, *args, **kwargs)`` is used like :class:`hold`. As a context manager it returns
-    the :class:`Holder`, whose ``task_id`` is the id of the queued call. The call blocks its
-    duplicates for ``unique_for`` seconds; see :func:`advance_time`. No message is sent, and the
-    lock is free: the call has not begun.
+    ::
 
-    Raises ``TypeError`` on entry if the first argument is not a :class:`SingletonTask`, or if the
-    other arguments do not fit it; ``ValueError`` if ``lock_name`` gives this call no lock;
-    :class:`DuplicateTask` if the test itself has queued an identical call before.
+        with queued(import_feed, 7) as call:
+            assert import_feed.delay(7).id == call.task_id
+
+    Use it like :class:`hold`. The call stops identical calls for ``unique_for`` seconds.
+
+    On entry it raises ``TypeError`` for other arguments, ``ValueError`` if the call has no lock,
+    and :class:`DuplicateTask` if the test itself has queued an identical call.
     """
 
     def __init__(self, task: SingletonTask, /, *args: Any, **kwargs: Any) -> None:
@@ -297,12 +294,9 @@ class queued(_Elsewhere):
 def advance_time(seconds: float) -> None:
     """Let time pass for the locks inside :class:`no_locks`, :class:`hold` or :class:`queued`.
 
-    What ends within these seconds has ended: the lock of :class:`hold` (a day), a queued call's
-    ``unique_for``, the rest of ``lock_at_least``, a lease that is not renewed. A lock that this
-    process holds and renews is still held, by a run that is so much older. ``time.time()`` does
-    not change.
-
-    Raises :class:`LockError` outside these blocks, and ``ValueError`` for a negative number.
+    Queued calls, the rest of ``lock_at_least``, and leases that are not renewed end as they would
+    after these seconds; ``time.time()`` does not change. Raises :class:`LockError` outside these
+    blocks, and ``ValueError`` for a negative number.
     """
     check_seconds("advance_time()", seconds, zero=True)
     if not _active:

@@ -22,14 +22,12 @@ from selenium.webdriver.common.by import By
 from django_singletask.models import TaskLockEvent
 from tests import servers
 from tests.browser import tasks
+from tests.chromium import start
 from tests.deadline import wait_for
 from tests.testapp.celery import app
 from tests.worker.harness import Worker
 
 PICTURES = Path(__file__).parents[2] / "docs" / "pictures"
-FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"]
-FLAGS += ["--disable-background-networking", "--disable-component-update", "--disable-sync"]
-FLAGS += ["--disable-dev-shm-usage", "--hide-scrollbars", "--force-device-scale-factor=1"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -70,15 +68,7 @@ def site() -> Iterator[str]:
 def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[webdriver.Chrome]:
     servers.require("chromium")
     servers.require("chromedriver")
-    options = webdriver.ChromeOptions()
-    options.binary_location = servers.find("chromium") or "chromium"
-    for flag in FLAGS:
-        options.add_argument(flag)
-    options.add_argument(f"--user-data-dir={tmp_path_factory.mktemp('profile')}")
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    # With the path, selenium does not look for a driver, let alone download one.
-    service = webdriver.ChromeService(executable_path=servers.find("chromedriver"))
-    driver = webdriver.Chrome(options=options, service=service)
+    driver = start(tmp_path_factory.mktemp("profile"))
     # Otherwise the page has no focus, and no element in it, until the window gets it.
     driver.execute_cdp_cmd("Emulation.setFocusEmulationEnabled", {"enabled": True})
     yield driver

@@ -122,7 +122,7 @@ def test_a_send_that_stops_duplicates_calls_few_functions(monkeypatch: pytest.Mo
     assert fewest(lambda: tasks.unique.apply_async((len(sent),))) <= UNIQUE_SEND
 
 
-LISTS = Path(__file__).parents[2] / "docs/explanation/how-it-works.rst"
+LISTS = Path(__file__).parents[2] / "docs/contributing/how-it-works.rst"
 LISTED = re.findall(r"^    (\w+/\w+)\.py +([\w.]+)", LISTS.read_text(), re.MULTILINE)
 
 

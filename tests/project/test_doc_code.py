@@ -48,6 +48,9 @@ PAGES = [
 class Names(dict[str, Any]):
     """The names of a page. What the page leaves to its reader, such as ``Feed``, is a mock."""
 
+    tasks: dict[str, Any]
+    """The tasks that the page defines."""
+
     def __missing__(self, name: str) -> Any:
         if hasattr(builtins, name):
             raise KeyError(name)
@@ -59,6 +62,8 @@ def names(monkeypatch) -> Iterator[Names]:
     with celery.Celery("docs", set_as_current=False, broker="memory://") as app:
         shared_task = functools.partial(app.task, shared=False, lazy=False)
         monkeypatch.setattr(celery, "shared_task", shared_task)
+        new_app = functools.partial(celery.Celery, set_as_current=False)
+        monkeypatch.setattr(celery, "Celery", new_app)
         monkeypatch.setattr(decorator, "shared_task", shared_task)
         monkeypatch.setattr(lock_event, "receivers", [])
         for absent in (
@@ -74,7 +79,9 @@ def names(monkeypatch) -> Iterator[Names]:
         # Only Django 6.0 has it, and a @task needs a module that can be imported.
         monkeypatch.setitem(sys.modules, "django.tasks", MagicMock())
         monkeypatch.setitem(sys.modules, "feeds.tasks", SimpleNamespace(import_feed=MagicMock()))
+        monkeypatch.setitem(sys.modules, "mysite.celery", SimpleNamespace(app=MagicMock()))
         names = Names(vars(django_singletask), shared_task=shared_task, __name__="docs")
+        names.tasks = app.tasks
         names |= {
             "app": app,
             "AppConfig": AppConfig,
@@ -89,18 +96,20 @@ def names(monkeypatch) -> Iterator[Names]:
 def test_the_code_of_a_page_runs(page, names):
     for block in blocks(page):
         exec(compile(block, page, "exec", dont_inherit=True), names)
-        names["app"].tasks.clear()  # a page may define a task anew
+        names.tasks.clear()  # a page may define a task anew
 
 
 @pytest.mark.parametrize("path", ["file_locks.py", "stores/test_file_locks.py"])
 def test_the_store_of_the_page_is_the_one_whose_promises_are_tested(path):
     code = (ROOT / "tests" / path).read_text().strip()
-    assert code in [each.strip() for each in blocks(ROOT / "docs/guides/add-a-store.rst")]
+    assert code in [each.strip() for each in blocks(ROOT / "docs/contributing/add-a-store.rst")]
 
 
 @pytest.mark.only_all("it starts processes")
 def test_a_store_that_forgets_keeps_its_promises(names):
-    [block] = [each for each in blocks(ROOT / "docs/guides/add-a-store.rst") if "forgets" in each]
+    [block] = [
+        each for each in blocks(ROOT / "docs/contributing/add-a-store.rst") if "forgets" in each
+    ]
     exec(block, names)
     store = type("ForgetfulFileStore", (names["ForgetfulStore"], FileStore), {})
     contract, files = test_file_locks.TestFileStore(), caches.create_connection("files")

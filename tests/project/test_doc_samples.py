@@ -160,7 +160,7 @@ def test_the_page_has_each_option_of_the_command_and_no_other(
             call_command("locks", action, "--help")
         options |= options_of(capsys.readouterr().out)
     of_django = options_of(BaseCommand().create_parser("", "").format_help())
-    page = (ROOT / "docs/operating/command.rst").read_text()
+    page = (ROOT / "docs/reference/command.rst").read_text()
     lines = re.findall(r"^``--.*``$", page, re.MULTILINE)
     listed = {*re.findall(r"``(--[\w-]+)", "\n".join(lines))}
     assert listed | {"--json"} == options - of_django

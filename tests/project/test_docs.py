@@ -22,8 +22,8 @@ REFERENCE = ROOT / "docs/reference"
 SURFACE = (ROOT / "tests/surface.txt").read_text()
 """The public surface, as tests/project/test_surface.py compares it with the code."""
 SOURCE = "\n".join(path.read_text() for path in (ROOT / "django_singletask").rglob("*.py"))
-PAGES = ["which-test-shows-what.rst", "explanation/benchmarks.rst"]
-PAGE = "\n".join((ROOT / "docs" / name).read_text() for name in PAGES)
+PAGES = ["tests/README.rst", "docs/operating/cost.rst", "benchmarks/SOAK.rst"]
+PAGE = "\n".join((ROOT / name).read_text() for name in PAGES)
 DEFINED = {
     name
     for path in (ROOT / "tests").rglob("test_*.py")
@@ -205,14 +205,14 @@ def test_a_page_that_messages_name_exists(page):
 
 @pytest.mark.parametrize(
     "page",
-    sorted([*ROOT.glob("*.rst"), *(ROOT / "docs").rglob("*.rst")]),
+    sorted([*ROOT.glob("*.rst"), ROOT / "tests/README.rst", *(ROOT / "docs").rglob("*.rst")]),
     ids=lambda page: page.stem,
 )
 def test_no_line_is_too_long(page):
     assert [line for line in page.read_text().splitlines() if len(line) > 110] == []
 
 
-@pytest.mark.parametrize("page", ["explanation/how-it-works.rst"])
+@pytest.mark.parametrize("page", ["contributing/how-it-works.rst"])
 def test_a_module_that_a_page_names_exists(page):
     named = re.findall(r"``((?:\w+/)*\w+\.py|\w+/)``", (ROOT / "docs" / page).read_text())
     assert len(named) > 10
@@ -250,10 +250,7 @@ def test_each_picture_is_on_a_page():
 
 
 RESULTS = (ROOT / "benchmarks/RESULTS.rst").read_text()
-COSTS = "\n".join(
-    (ROOT / f"docs/{page}.rst").read_text()
-    for page in ("explanation/benchmarks", "operating/scaling")
-)
+COSTS = (ROOT / "docs/operating/cost.rst").read_text()
 
 
 def measured(title, candidate):
@@ -271,6 +268,7 @@ def measured(title, candidate):
         ("Throughput of a worker, one core busy", "django-singletask"),
         ("Throughput of a worker, one core busy", "django-singletask, history off"),
         ("Throughput of a worker, 20 ms of work", "django-singletask"),
+        ("Throughput of a worker, 20 ms of work", "django-singletask, history off"),
         ("A queue behind one lock", 'on_conflict="requeue"'),
     ],
 )
@@ -292,3 +290,19 @@ def test_costs_are_those_of_the_benchmarks(title, candidate):
 def test_times_are_those_of_the_benchmarks(title, candidate):
     microseconds = float(measured(title, candidate)[0].replace(",", ""))
     assert f"{microseconds / 1000:.2f} ms" in COSTS
+
+
+def test_the_figures_of_a_fleet_are_those_of_the_model():
+    fleet = (ROOT / "benchmarks/FLEET.txt").read_text()
+    short_tasks, long_tasks = re.findall(r"^1,000 +0% .* ([\d.]+)%$", fleet, re.MULTILINE)[:2]
+    requests, connections = re.search(r"^1,000 +1 +(\S+) .*% +(\S+) ", fleet, re.MULTILINE).groups()
+    large_fleet = re.search(r"^10,000 +1 +\S+ +([\d.]+)%", fleet, re.MULTILINE)[1]
+    microseconds_to_return = int(re.search(r"^return +(\d+) µs", fleet, re.MULTILINE)[1])
+    page = " ".join(COSTS.split())
+    assert f"makes {float(requests.replace(',', '')) / 1000:.1f} requests a second" in page
+    assert f"1,000 processes use about {float(long_tasks):.0f}%" in page
+    assert f"10,000 use about {float(large_fleet):.0f}%" in page
+    assert f"1,000 processes use about {float(short_tasks):.0f}%" in page
+    most_connected = 10_000 * 1000 / float(connections.replace(",", ""))
+    assert f"about {round(most_connected, -2):,.0f} processes" in page
+    assert f"About {round(1e6 / microseconds_to_return, -2):,.0f} holders" in page

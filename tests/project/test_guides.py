@@ -76,6 +76,19 @@ def test_a_429_pauses_the_calls_of_its_key_alone(limits):
     assert limits.fetch_orders.lock(7).clear()
 
 
+def test_a_postponed_call_keeps_its_id_its_queue_and_its_priority(app, monkeypatch):
+    @app.task(base=SingletonTask, shared=False, on_conflict="requeue")
+    def index(letter):
+        pytest.fail("another run has the lock")
+
+    sent = collect_sent(app, monkeypatch)
+    facts = {"exchange": "", "routing_key": "slow", "priority": 7}
+    with held_by("another", task=index), pytest.raises(Ignore):
+        receive(index, "a", delivery_info=facts)
+    [message] = sent
+    assert (message["task_id"], message["queue"], message["priority"]) == ("mine", "slow", 7)
+
+
 def test_calls_with_other_numbers_share_the_first_slots(take):
     """A plan of 1 waits for slot 1, although 2 and 3 are free for a plan of 3."""
     first = take("export", slots=3)

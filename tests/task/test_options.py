@@ -97,7 +97,7 @@ def test_the_table_has_each_option_and_its_default():
 
 
 def test_lock_x_of_a_task_is_x_elsewhere():
-    """It has the same meaning. What only one of them has is in docs/reference/options.rst."""
+    """It has the same meaning. What only one of them has is in docs/guides/outside-tasks.rst."""
     of_lock = inspect.signature(TaskLock).parameters.keys()
     of_function = inspect.signature(only_one).parameters.keys()
     assert of_lock == {*OF_LOCKS.values(), "name", "cache"}
