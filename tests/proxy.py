@@ -114,8 +114,9 @@ class Proxy:
                     if source is client:
                         server.sendall(data)
                     else:
-                        client.sendall(data * (1 + self.twice))
+                        # First: with the reply in hand, a test can ask for it once more.
                         self.last = functools.partial(client.sendall, data)
+                        client.sendall(data * (1 + self.twice))
 
 
 class Interposed:
