@@ -176,8 +176,8 @@ class TaskLock:
         """Acquire the lock, waiting up to ``wait`` seconds; return whether it was acquired.
 
         If it was not, :attr:`blocker` is its holder. By default it does not wait. Raises
-        :class:`LockConflict` for a wait in a ``with`` block of the lock, :class:`LockError` if this
-        object is in use, and :class:`LockUnavailable`.
+        :class:`LockConflict` if it would wait for a ``with`` block around it, :class:`LockError` if
+        this object is in use, and :class:`LockUnavailable`.
         """
         return self._take(wait, in_block=False)
 

@@ -96,7 +96,7 @@ def only_one(
             ...
 
     * ``key``: the name of the lock: a format string over the arguments, or a function of them
-      (None: no lock). The default is the dotted name of the function.
+      (no lock if it returns None). The default is the dotted name of the function.
     * ``on_conflict``: ``"skip"``, or ``"raise"`` :class:`LockConflict`.
     * ``skip_result``: what a skipped call returns.
     * ``on_skip``: a function that gets the :class:`LockConflict` and the call's arguments, and

@@ -146,8 +146,8 @@ class SingletonTask(Attributes, Base[P, R_co]):
     * ``lock_at_least`` (0): a run that began keeps the lock until so many seconds after its start,
       however it ends, unless its process ends.
     * ``on_outage``: if the cache cannot be used, ``"raise"`` (default) :class:`LockUnavailable`,
-      ``"run"`` without the lock, or ``"skip"`` the run. Unless it is ``"run"``, a message of
-      ``"requeue"``, and one that was postponed before, is postponed until the cache answers.
+      ``"run"`` without the lock, or ``"skip"`` the run. With ``"raise"`` and ``"skip"``, a message
+      of ``"requeue"``, or one that was postponed before, is postponed until the cache answers.
     * ``skip_result`` (None): what a skipped run returns.
     * ``on_skip``: a function to call on a skip, with the :class:`LockConflict` and the call's
       arguments; it returns the result. A method, or a function with ``bind=True``, gets the task
